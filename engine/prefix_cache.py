@@ -1,0 +1,56 @@
+"""Names for full KV blocks, and the longest prefix that a pool still has.
+
+A block's name is a SHA-256 over its parent's name and its own token ids; the chain's root covers everything
+else that decides the bytes or who may see them. The layout is fixed: every process and every version of
+Python gets the same names. This file never references a block: whoever counts on one shares it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+from engine.blocks import BlockPool
+
+_VERSION = b"pagewire-kv-1"
+
+
+def root_digest(namespace: bytes, model_digest: bytes, lora_id: str, dtype: str, block_size: int) -> bytes:
+    """The parent of a sequence's first block. Fields carry their lengths, so that no two roots share bytes."""
+    digest = hashlib.sha256(_VERSION)
+    for part in (namespace, model_digest, lora_id.encode(), dtype.encode()):
+        digest.update(struct.pack("<I", len(part)))
+        digest.update(part)
+    digest.update(struct.pack("<I", block_size))
+    return digest.digest()
+
+
+def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The name of a full block: parent digest, then the token ids as little-endian uint32."""
+    return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()
+
+
+def chain(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """The names of the full blocks of a sequence, in order; a partial last block has none."""
+    names = []
+    parent = root
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = block_digest(parent, token_ids[start : start + block_size])
+        names.append(parent)
+    return names
+
+
+def reusable(pool: BlockPool, hashes: Sequence[bytes], num_tokens: int, block_size: int) -> list[int]:
+    """The blocks of the longest prefix that `pool` has, not yet referenced: share() each before the next take().
+
+    At most (num_tokens - 1) // block_size of them, so that computing the last position again never writes
+    into a sealed block.
+    """
+    found: list[int] = []
+    for digest in hashes[: max(0, num_tokens - 1) // block_size]:
+        block = pool.find(digest)
+        if block is None:
+            break
+        found.append(block)
+    return found
