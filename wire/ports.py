@@ -1,0 +1,74 @@
+"""Binding a server to an address, with a sentence that names who holds the port when it is taken."""
+
+from __future__ import annotations
+
+import socket
+
+import grpc.aio
+import psutil
+
+from wire.security import Security
+
+
+class PortTaken(OSError):
+    """Somebody else listens there. str() names the port, the process and the next free port."""
+
+
+def bind(server: grpc.aio.Server, host: str, port: int, security: Security) -> int:
+    """Adds host:port to the server and returns the port (0 asks the system for one).
+
+    Raises InsecureAddress where nothing protects a public address, PortTaken where the port is in use.
+    """
+    security.check_host(host)
+    credentials = security.server_credentials()
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        bound = (
+            server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+        )
+    except RuntimeError as error:
+        raise PortTaken(taken_sentence(host, port)) from error
+    if bound == 0:
+        raise PortTaken(taken_sentence(host, port))
+    return bound
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises PortTaken if nothing could listen at host:port now."""
+    if port and not is_free(host, port):
+        raise PortTaken(taken_sentence(host, port))
+
+
+def is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError:
+            return False
+    return True
+
+
+def taken_sentence(host: str, port: int) -> str:
+    holder = _holder(port)
+    if holder is None and is_free(host, port):
+        return f"cannot listen on {host}:{port}: is {host} an address of this machine?"
+    free = next((candidate for candidate in range(port + 1, min(port + 100, 65536)) if is_free(host, candidate)), None)
+    advice = f"; port {free} is free, choose it with --port {free}" if free else ""
+    return f"port {port} on {host} is taken by {holder or 'another process'}{advice}"
+
+
+def _holder(port: int) -> str | None:
+    """`name (pid N)` of whoever listens on the port, as far as this user may see it."""
+    try:
+        connections = psutil.net_connections("tcp")
+    except (psutil.AccessDenied, OSError):
+        return None
+    for connection in connections:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            try:
+                return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
+            except psutil.Error:
+                return f"pid {connection.pid}"
+    return None

@@ -1,0 +1,157 @@
+"""Who may talk to whom: mTLS files, a deployment token, and the rule for open addresses.
+
+Loopback needs nothing. Any other address needs mTLS or a token, or `--insecure` typed out. The token check
+denies by default: every method needs it, but for the standard health check that probes call.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+_OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
+
+
+class InsecureAddress(ValueError):
+    """An address that others can reach was asked for without mTLS, token or --insecure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """`cert`, `key` and `ca` are PEM files, all three or none; `token` is shared by one deployment."""
+
+    token: str | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        files = {"--tls-cert": self.cert, "--tls-key": self.key, "--tls-ca": self.ca}
+        missing = [flag for flag, path in files.items() if path is None]
+        if missing and len(missing) < len(files):
+            raise InsecureAddress(f"mTLS needs --tls-cert, --tls-key and --tls-ca; missing: {', '.join(missing)}")
+        for flag, path in files.items():
+            if path is not None and not path.is_file():
+                raise InsecureAddress(f"{flag} {path} is no file")
+
+    def check_host(self, host: str) -> None:
+        """Raises InsecureAddress where `host` is not loopback and nothing protects it."""
+        if self.token or self.cert or self.insecure or is_loopback(host):
+            return
+        raise InsecureAddress(
+            f"--host {host} can be reached from other machines: "
+            "give --tls-cert, --tls-key and --tls-ca, or --token-file, or type --insecure"
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        if not (self.cert and self.key and self.ca):
+            return None
+        return grpc.ssl_channel_credentials(self.ca.read_bytes(), self.key.read_bytes(), self.cert.read_bytes())
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        if not (self.cert and self.key and self.ca):
+            return None
+        pair = (self.key.read_bytes(), self.cert.read_bytes())
+        return grpc.ssl_server_credentials([pair], self.ca.read_bytes(), require_client_auth=True)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class TokenCheck(grpc.aio.ServerInterceptor):
+    """Refuses every call without the deployment token, before its handler sees it."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+        async def refuse(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid deployment token is required")
+
+        async def refuse_stream(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid deployment token is required")
+            yield  # makes this an async generator, as a streaming handler has to be
+
+        self._refusals = {
+            (False, False): grpc.unary_unary_rpc_method_handler(refuse),
+            (False, True): grpc.unary_stream_rpc_method_handler(refuse_stream),
+            (True, False): grpc.stream_unary_rpc_method_handler(refuse),
+            (True, True): grpc.stream_stream_rpc_method_handler(refuse_stream),
+        }
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method in _OPEN_METHODS:
+            return handler
+        given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
+        given_bytes = given if isinstance(given, bytes) else given.encode("utf-8", "replace")
+        if hmac.compare_digest(given_bytes, self._expected):
+            return handler
+        return self._refusals[(handler.request_streaming, handler.response_streaming)]
+
+
+class TokenSender:
+    """Adds the token to every call of a channel. grpc.aio wants one interceptor class per kind of call."""
+
+    @staticmethod
+    def all_kinds(token: str | None) -> list[grpc.aio.ClientInterceptor]:
+        if not token:
+            return []
+        header = ("authorization", f"Bearer {token}")
+        return [_UnaryUnary(header), _UnaryStream(header), _StreamUnary(header), _StreamStream(header)]
+
+
+def _with_header(details: grpc.aio.ClientCallDetails, header: tuple[str, str]) -> grpc.aio.ClientCallDetails:
+    metadata = grpc.aio.Metadata(*(details.metadata or ()), header)
+    return grpc.aio.ClientCallDetails(
+        details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
+    )
+
+
+class _UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):
+    def __init__(self, header: tuple[str, str]) -> None:
+        self._header = header
+
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await continuation(_with_header(client_call_details, self._header), request)
+
+
+class _UnaryStream(grpc.aio.UnaryStreamClientInterceptor):
+    def __init__(self, header: tuple[str, str]) -> None:
+        self._header = header
+
+    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await continuation(_with_header(client_call_details, self._header), request)
+
+
+class _StreamUnary(grpc.aio.StreamUnaryClientInterceptor):
+    def __init__(self, header: tuple[str, str]) -> None:
+        self._header = header
+
+    async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return await continuation(_with_header(client_call_details, self._header), request_iterator)
+
+
+class _StreamStream(grpc.aio.StreamStreamClientInterceptor):
+    def __init__(self, header: tuple[str, str]) -> None:
+        self._header = header
+
+    async def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return await continuation(_with_header(client_call_details, self._header), request_iterator)
