@@ -29,7 +29,7 @@ def to_duration(seconds: float) -> Duration:
 
 
 def from_duration(duration: Duration) -> float:
-    seconds = duration.seconds + duration.nanos * 1e-9
+    seconds = (duration.seconds * 10**9 + duration.nanos) / 1e9
     if not 0 <= seconds <= MAX_DURATION_S:
         raise InvalidMessage(f"a duration of {seconds:g} s is out of range")
     return seconds

@@ -30,4 +30,4 @@ def configure(role: str, level: str = "info") -> None:
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    return structlog.get_logger(logger=name)
+    return structlog.get_logger(component=name)
