@@ -151,9 +151,9 @@ class BlockPool:
 class BlockTable:
     """One sequence's blocks in order. It owns one reference on each until release() or hand_over(), once."""
 
-    def __init__(self, block_size: int, blocks: Iterable[int] = ()) -> None:
-        self.block_size = block_size
+    def __init__(self, blocks: Iterable[int], block_size: int) -> None:
         self.blocks = list(blocks)
+        self.block_size = block_size
         self._over = False
 
     @property

@@ -1,7 +1,7 @@
 """What the workers' sans-IO cores ask their driver to do, as plain values.
 
 A core never performs an action: it returns a list, and the driver (a servicer, or the simulator) carries
-the list out in order. Notices (Announced, Landed, Ready, PullFailed, Drained) go from the inbox to the
+the list out in order. Notices (Announced, Landed, Ready, Adopted, PullFailed, Drained) go from the inbox to the
 decoder inside one process and never reach a driver.
 """
 
@@ -62,6 +62,19 @@ class FreeTicket:
     reason: Reason | None  # None: delivered
 
 
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """`local` only, instead of FreeTicket: the blocks change owner in this step and nothing is copied.
+
+    The holder of the ticket forgets its table without giving it back (BlockTable.hand_over) and passes the
+    action on; the driver brings it to the decoder's `adopted(pull, blocks, now)` before anything else happens.
+    """
+
+    pull: int
+    ticket: int
+    blocks: Sequence[int]
+
+
 # ---- the puller ------------------------------------------------------------------------------------------------
 
 
@@ -105,9 +118,26 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Every block is validated and token 0 is known: the slot may run in the next step."""
+    """Every block is validated and token 0 is known: the slot may run in the next step.
+
+    With `first_token.finish_reason` set the request is over: Ready comes at once, whether or not blocks have
+    landed, and Drained follows for the ones that were bound.
+    """
 
     pull: int
+    first_token: FirstToken
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """`local` only, instead of Ready (unless token 0 ends the request): the slot may run in the next step.
+
+    `blocks` are all of the sequence's blocks in order; their references are now the decoder's. A local pull
+    brings no Announced and no Landed and needs no bind(): its slot waits, without blocks, until this comes.
+    """
+
+    pull: int
+    blocks: Sequence[int]
     first_token: FirstToken
 
 
@@ -121,13 +151,17 @@ class PullFailed:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """No copy can write into these blocks any more: only now may they be given back."""
+    """No copy can write into these blocks any more: only now may they be given back.
+
+    Comes exactly once, with every bound block, after PullFailed, after cancel() and after a Ready whose token
+    ends the request. An adoption that comes too late ends here too, with the blocks that moved.
+    """
 
     pull: int
     blocks: Sequence[int]
 
 
 Action = (
-    ToRouter | ToPuller | SendBlock | ClosePull | FreeTicket
-    | OpenPull | ToOwner | CloseStream | Announced | Landed | Ready | PullFailed | Drained
+    ToRouter | ToPuller | SendBlock | ClosePull | FreeTicket | HandOver
+    | OpenPull | ToOwner | CloseStream | Announced | Landed | Ready | Adopted | PullFailed | Drained
 )  # fmt: skip

@@ -1,0 +1,284 @@
+"""The puller's side of the hand-off, sans-IO: which positions are bound, landed and validated on each Pull.
+
+An event and a time go in, actions and notices come out. A position counts only after the copy: the digest of
+the bytes in place must equal the announced one. Destination blocks of a pull that is over stay out of use until
+no copy can write into them, however long that takes; then Drained names them, once. Timeouts only end a
+pull. Nothing that a peer says raises: an odd message is counted in `ignored` or fails its own pull.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.messages import (
+    BlockHandle,
+    BlocksSealed,
+    BlocksValid,
+    Failed,
+    FirstToken,
+    Heartbeat,
+    PullDone,
+    PullEvent,
+    PullOpen,
+    PullOpened,
+    PullWant,
+    Reason,
+    RequestKey,
+    Ticket,
+)
+from kvtransfer.actions import (
+    Action,
+    Adopted,
+    Announced,
+    CloseStream,
+    Drained,
+    Landed,
+    OpenPull,
+    PullFailed,
+    Ready,
+    ToOwner,
+)
+from kvtransfer.outbox import WINDOW_BYTES
+
+PROGRESS_SECONDS = 10.0
+
+
+class _Phase(enum.Enum):
+    OPEN = enum.auto()
+    TAKING = enum.auto()  # local: PullDone is said, the blocks are about to move
+    OVER = enum.auto()  # delivered, failed or cancelled: only the end of the stream is missing
+
+
+@dataclass(slots=True)
+class _Pull:
+    ticket: Ticket
+    key: RequestKey
+    transport: str
+    held: frozenset[int]  # positions that the decoder has already
+    progress_at: float  # the last landed block or event
+    heard_at: float  # the last message of any kind
+    phase: _Phase = _Phase.OPEN
+    announced: dict[int, BlockHandle] = field(default_factory=dict)
+    bound: dict[int, int] = field(default_factory=dict)  # position -> destination block
+    landed: set[int] = field(default_factory=set)
+    first: FirstToken | None = None
+    arriving: bool = False  # bind() was called: its progress deadline runs
+    draining: bool = False  # OVER, and its blocks wait for the end of the stream
+
+    @property
+    def complete(self) -> bool:
+        if self.transport == "local":
+            return len(self.announced) == self.ticket.num_blocks
+        return len(self.landed) + len(self.held) == self.ticket.num_blocks
+
+    @property
+    def copying(self) -> bool:
+        """A copy may still write into a bound block."""
+        return len(self.landed) < len(self.bound)
+
+
+class Inbox:
+    def __init__(
+        self, layout_digest: bytes, *, window_bytes: int = WINDOW_BYTES, progress_seconds: float = PROGRESS_SECONDS
+    ) -> None:
+        self.layout_digest = layout_digest
+        self.window_bytes = window_bytes
+        self.progress_seconds = progress_seconds
+        self.ignored: Counter[str] = Counter()
+        self.failed: Counter[Reason] = Counter()
+        self._pulls: dict[int, _Pull] = {}
+        self._last_pull = 0
+
+    def __len__(self) -> int:
+        """Pulls whose stream is not over."""
+        return len(self._pulls)
+
+    @property
+    def draining(self) -> list[int]:
+        """Blocks that wait for their Drained. Their references are the decoder's until then."""
+        return [block for pull in self._pulls.values() if pull.draining for block in pull.bound.values()]
+
+    def writable(self, pull: int, position: int) -> bool:
+        """Whether a byte of this position may be written now: asked before every write."""
+        state = self._pulls.get(pull)
+        if state is None or state.phase is not _Phase.OPEN:
+            return False
+        return position in state.bound and position not in state.landed
+
+    # ---- the decoder's calls ----------------------------------------------------------------------------------
+
+    def open(
+        self, ticket: Ticket, key: RequestKey, held_positions: Collection[int], transport: str, now: float
+    ) -> tuple[int, list[Action]]:
+        """A new Pull. `held_positions` are referenced by the decoder already and never asked for."""
+        self._last_pull += 1
+        pull = self._last_pull
+        held = frozenset(held_positions)
+        assert all(0 <= position < ticket.num_blocks for position in held), f"held {sorted(held)}"
+        assert not held or transport != "local", "a local pull takes every block from its owner"
+        self._pulls[pull] = _Pull(ticket, key, transport, held, now, now)
+        message = PullOpen(
+            ticket.id, key, ticket.owner.incarnation, transport, self.layout_digest, window_bytes=self.window_bytes
+        )
+        return pull, [OpenPull(pull, ticket.owner.address, message)]
+
+    def bind(self, pull: int, destinations: Mapping[int, int], now: float) -> list[Action]:
+        """Destination blocks for these positions; their bytes may arrive from now on. Empty: the slot is arriving."""
+        state = self._pulls.get(pull)
+        assert state is not None and state.phase is _Phase.OPEN, f"bind() on pull {pull}, which is over"
+        for position in destinations:
+            assert 0 <= position < state.ticket.num_blocks, f"bound position {position} of {state.ticket.num_blocks}"
+            assert position not in state.bound and position not in state.held, f"position {position} is bound twice"
+        state.bound.update(destinations)
+        state.arriving = True
+        state.progress_at = state.heard_at = now
+        return [ToOwner(pull, PullWant(tuple(sorted(destinations))))] if destinations else []
+
+    def cancel(self, pull: int, now: float) -> list[Action]:
+        """The decoder wants it no more; Drained follows, PullFailed does not."""
+        state = self._live(pull, "cancel")
+        return self._end(pull, state) if state else []
+
+    def adopted(self, pull: int, blocks: Sequence[int], now: float) -> list[Action]:
+        """`local`: the references moved here. Too late, they come straight back as Drained."""
+        state = self._pulls.get(pull)
+        if state is None or state.phase is not _Phase.TAKING or state.first is None:
+            self.ignored["adopted"] += 1
+            return [Drained(pull, tuple(blocks))]
+        state.phase = _Phase.OVER
+        return [Adopted(pull, tuple(blocks), state.first)]
+
+    def tick(self, now: float) -> list[Action]:
+        """Arriving pulls without progress fail: a wanted block does not land, or the owner is silent."""
+        actions: list[Action] = []
+        for pull, state in list(self._pulls.items()):
+            if state.phase is not _Phase.OPEN or not state.arriving:
+                continue
+            owed = any(position not in state.landed for position in state.bound if position in state.announced)
+            if now >= (state.progress_at if owed else state.heard_at) + self.progress_seconds:
+                actions += self._fail(pull, state, Reason.COPY_FAILED)
+        return actions
+
+    # ---- the driver's calls -----------------------------------------------------------------------------------
+
+    def message(self, pull: int, event: PullEvent, now: float) -> list[Action]:
+        state = self._live(pull, "message")
+        if state is None:
+            return []
+        state.heard_at = now
+        if isinstance(event, Heartbeat):
+            return []
+        state.progress_at = now
+        match event:
+            case PullOpened():
+                matches = event.layout_digest == self.layout_digest
+                return [] if matches else self._fail(pull, state, Reason.LAYOUT_MISMATCH)
+            case BlocksSealed():
+                return self._sealed(pull, state, event.blocks)
+            case FirstToken():
+                return self._first(pull, state, event)
+            case Failed():
+                return self._fail(pull, state, event.reason)
+            case BlocksValid():
+                self.ignored["BlocksValid"] += 1  # an answer to PullCopied, which byte transports never send
+        return []
+
+    def copied(self, pull: int, position: int, digest: int, now: float) -> list[Action]:
+        """All bytes of a position are in place; `digest` was computed from them afterwards."""
+        if not self.writable(pull, position):
+            self.ignored["copied"] += 1
+            return []
+        state = self._pulls[pull]
+        handle = state.announced.get(position)
+        if handle is None or handle.digest != digest:
+            return self._fail(pull, state, Reason.COPY_FAILED)
+        state.landed.add(position)
+        state.progress_at = state.heard_at = now
+        return [Landed(pull, position), *self._ready(pull, state)]
+
+    def copy_failed(self, pull: int, position: int, now: float) -> list[Action]:
+        """Bytes came that are corrupt, out of bounds or not asked for."""
+        state = self._live(pull, "copy_failed")
+        return self._fail(pull, state, Reason.COPY_FAILED) if state else []
+
+    def stream_closed(self, pull: int, now: float) -> list[Action]:
+        """The stream is over and nothing that came with it can write any more: the last word on this pull."""
+        state = self._pulls.get(pull)
+        if state is None:
+            self.ignored["stream_closed"] += 1
+            return []
+        actions: list[Action] = []
+        if state.phase is not _Phase.OVER:
+            actions += self._fail(pull, state, Reason.COPY_FAILED, close=False)
+        del self._pulls[pull]
+        if state.draining:
+            actions.append(Drained(pull, tuple(state.bound.values())))
+        return actions
+
+    # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _live(self, pull: int, what: str) -> _Pull | None:
+        state = self._pulls.get(pull)
+        if state is None or state.phase is _Phase.OVER:
+            self.ignored[what] += 1
+            return None
+        return state
+
+    def _sealed(self, pull: int, state: _Pull, blocks: Sequence[BlockHandle]) -> list[Action]:
+        fresh = []
+        for handle in blocks:
+            position = handle.position
+            known = state.announced.get(position)
+            if not 0 <= position < state.ticket.num_blocks or (known is not None and known != handle):
+                return self._fail(pull, state, Reason.STALE_TICKET)
+            if known is not None:
+                self.ignored["block announced twice"] += 1
+                continue
+            state.announced[position] = handle
+            if position not in state.held:
+                fresh.append(position)
+        if state.transport == "local":
+            return self._ready(pull, state)
+        return [Announced(pull, tuple(fresh))] if fresh else []
+
+    def _first(self, pull: int, state: _Pull, first: FirstToken) -> list[Action]:
+        if first.key[:2] != state.key[:2]:
+            return self._fail(pull, state, Reason.STALE_TICKET)
+        if state.first is not None:
+            self.ignored["second FirstToken"] += 1
+            return []
+        state.first = first
+        return self._ready(pull, state)
+
+    def _ready(self, pull: int, state: _Pull) -> list[Action]:
+        """Says PullDone as soon as nothing is missing. Blocks are not waited for once the request is over."""
+        first = state.first
+        if first is None or state.phase is not _Phase.OPEN:
+            return []
+        done = ToOwner(pull, PullDone())
+        if first.finish_reason is not None:
+            return [done, Ready(pull, first), *self._end(pull, state)]
+        if not state.complete:
+            return []
+        if state.transport == "local":
+            state.phase = _Phase.TAKING
+            return [done]
+        state.phase = _Phase.OVER
+        return [done, CloseStream(pull), Ready(pull, first)]
+
+    def _fail(self, pull: int, state: _Pull, reason: Reason, *, close: bool = True) -> list[Action]:
+        self.failed[reason] += 1
+        return [PullFailed(pull, reason), *self._end(pull, state, close=close)]
+
+    def _end(self, pull: int, state: _Pull, *, close: bool = True) -> list[Action]:
+        """No write is allowed from here on. Blocks come back now if no copy can be under way, else with the stream."""
+        state.phase = _Phase.OVER
+        actions: list[Action] = [CloseStream(pull)] if close else []
+        if not close or state.copying:
+            state.draining = True
+        else:
+            actions.append(Drained(pull, tuple(state.bound.values())))
+        return actions
