@@ -1,0 +1,50 @@
+"""The one thread that touches the device, and the loop that keeps it busy.
+
+The event loop and this thread exchange values only: a Batch goes in, a StepOutput comes out. Nothing here knows
+what a step does. The loop never waits on the network: between two steps it runs only plain Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from engine.batch import Batch, StepOutput
+
+T = TypeVar("T")
+
+
+class DeviceThread:
+    """Runs functions one after the other on one thread of its own."""
+
+    def __init__(self, name: str = "device") -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+
+    async def run(self, fn: Callable[..., T], *args: object) -> T:
+        """fn(*args) on the thread. If the caller is cancelled, a function that has begun still runs to its end."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, fn, *args)
+
+    def close(self) -> None:
+        """Drops what has not begun and waits for what has: afterwards nothing writes to the cache."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+async def engine_loop(
+    next_batch: Callable[[], Batch | None],
+    step: Callable[[Batch], Awaitable[StepOutput]],
+    on_step: Callable[[StepOutput], None],
+    wake: asyncio.Event,
+) -> None:
+    """Runs steps for ever, one at a time; sleeps on `wake` while there is nothing to do.
+
+    Whoever makes work sets `wake`. An exception from any of the three ends the loop and reaches its awaiter.
+    """
+    while True:
+        wake.clear()  # before asking: work that arrives after next_batch() said None must wake us
+        batch = next_batch()
+        if batch is None:
+            await wake.wait()
+        else:
+            on_step(await step(batch))
