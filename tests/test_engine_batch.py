@@ -19,6 +19,7 @@ def test_two_batches_share_no_list() -> None:
 
 
 def test_batch_config_fake_runner_and_device_thread_load_no_torch() -> None:
-    code = "import engine.batch, engine.config, engine.device_thread, engine.fake_runner, sys; print('torch' in sys.modules)"
+    names = "engine.batch, engine.config, engine.device_thread, engine.fake_runner"
+    code = f"import sys, {names}; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"

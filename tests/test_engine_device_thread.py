@@ -93,10 +93,10 @@ async def test_work_that_arrives_while_the_loop_decides_to_sleep_is_not_missed()
     done = asyncio.Event()
 
     def next_batch() -> Batch | None:
-        answer = answers.pop(0) if answers else None
-        if answer is None:
-            wake.set()  # a message that came in the same turn
-        return answer
+        if not answers:
+            return None
+        wake.set()  # a message that came in the same turn
+        return answers.pop(0)
 
     async def step(batch: Batch) -> StepOutput:
         return _output(batch)
