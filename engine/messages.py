@@ -113,6 +113,9 @@ class StageTimes(NamedTuple):
     transferred: float = 0.0
 
 
+NO_TIMES = StageTimes()
+
+
 # ---- router -> worker -----------------------------------------------------------------------------------------
 
 
@@ -187,7 +190,7 @@ class FirstToken:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     prompt_logprobs: Sequence[TokenLogprob] = ()
-    times: StageTimes = StageTimes()
+    times: StageTimes = NO_TIMES
 
 
 class Row(NamedTuple):

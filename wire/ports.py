@@ -51,9 +51,9 @@ def is_free(host: str, port: int) -> bool:
 
 
 def taken_sentence(host: str, port: int) -> str:
-    holder = _holder(port)
-    if holder is None and is_free(host, port):
+    if not is_free(host, 0):
         return f"cannot listen on {host}:{port}: is {host} an address of this machine?"
+    holder = _holder(port)
     free = next((candidate for candidate in range(port + 1, min(port + 100, 65536)) if is_free(host, candidate)), None)
     advice = f"; port {free} is free, choose it with --port {free}" if free else ""
     return f"port {port} on {host} is taken by {holder or 'another process'}{advice}"
