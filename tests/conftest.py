@@ -1,0 +1,89 @@
+"""Fixtures for every test: free ports, leak checks, and a cluster of real processes on a tiny random model.
+
+After each test no process that it started may be alive and no asyncio task may be left on its loop. The session's
+shared cluster is the only exception, and its processes are gone when the session ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import psutil
+import pytest
+import uvloop
+
+GRACE = 3.0  # seconds that processes and tasks have to end after their test
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Callable[[], object]]:
+    """Tests run on the loop that the processes run on."""
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+def free_ports() -> Callable[[int], list[int]]:
+    """free_ports(n): n different TCP ports on 127.0.0.1 that nothing listens on at this moment."""
+    return _free_ports
+
+
+@pytest.fixture
+def free_port() -> int:
+    return _free_ports(1)[0]
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+# ---- leaks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves a child process; set up first, so that it looks after every other fixture is done."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    allowed = before
+    deadline = time.monotonic() + GRACE
+    while left := [child for child in psutil.Process().children(recursive=True) if child not in allowed]:
+        if time.monotonic() > deadline:
+            lines = [f"{child.pid}: {_command_line(child)}" for child in left]
+            for child in left:
+                child.kill()
+            pytest.fail("processes left by this test: " + "; ".join(lines))
+        time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def no_task_left(request: pytest.FixtureRequest, no_process_left: None) -> None:
+    function = getattr(request.node, "obj", None)
+    if inspect.iscoroutinefunction(function):
+        request.getfixturevalue("_no_task_left")
+
+
+@pytest.fixture
+async def _no_task_left() -> AsyncIterator[None]:
+    yield
+    deadline = time.monotonic() + GRACE
+    while left := [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]:
+        if time.monotonic() > deadline:
+            pytest.fail("tasks left by this test: " + "; ".join(repr(task) for task in left))
+        await asyncio.sleep(0.01)
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return "(gone)"
