@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,13 +102,6 @@ def _known(ids: Sequence[int], row: Tensor) -> Tensor:
 # ---- the choice ---------------------------------------------------------------------------------------------------
 
 
-def _argmax(logits: Tensor) -> Tensor:
-    """Over the last dimension, the lowest id of equals."""
-    if logits.device.type == "cpu":  # numpy's is vectorized, torch's is not: 8x as fast on a vocabulary of 49,152
-        return torch.as_tensor(logits.detach().numpy().argmax(-1))
-    return logits.argmax(-1)
-
-
 def _pick(row: Tensor, one: SampleInput) -> Tensor:
     """A token id from `row` [V], as a tensor without dimensions: no waiting for the device here."""
     params = one.params
@@ -133,28 +127,54 @@ def _filtered(scaled: Tensor, params: SamplingParams) -> tuple[Tensor | None, Te
     kept = None
     if 0 < params.top_k < scaled.numel():
         worst = scaled.topk(params.top_k).values[-1]
-        kept = (scaled >= worst).nonzero().squeeze(1)
+        kept = _where(scaled >= worst)
         scaled = scaled[kept]
     weights = scaled.exp()
     if params.top_p < 1:
         inside = _nucleus(weights, params.top_p)
         kept, weights = inside if kept is None else kept[inside], weights[inside]
     if params.min_p > 0:
-        likely = (weights >= params.min_p).nonzero().squeeze(1)
+        likely = _where(weights >= params.min_p)
         kept, weights = likely if kept is None else kept[likely], weights[likely]
     return kept, weights
 
 
 def _nucleus(weights: Tensor, top_p: float) -> Tensor:
     """Positions, ascending, of the fewest most likely tokens that hold `top_p` of the whole weight."""
-    total = weights.sum(dtype=torch.float64)
-    # Tokens below (1 - p) / n of the whole hold less than 1 - p together, so none of them is needed: this leaves
-    # little to sort. Halved, so that rounding cannot drop one that counts.
-    floor = (0.5 * (1 - top_p) / weights.numel() * total).to(weights.dtype)
-    likely = (weights >= floor).nonzero().squeeze(1)
-    ordered, order = weights[likely].sort(descending=True, stable=True)
-    before = ordered.cumsum(0, dtype=torch.float64) - ordered
-    return likely[order[before < top_p * total].sort().values]
+    ordered = _descending(weights)
+    cumulative = ordered.cumsum(0, dtype=torch.float64)
+    count = int((cumulative - ordered < top_p * cumulative[-1]).sum())
+    worst = ordered[count - 1]
+    inside = _where(weights >= worst)
+    if (surplus := inside.numel() - count) == 0:
+        return inside
+    equals = _where(weights[inside] == worst)
+    keep = torch.ones(inside.numel(), dtype=torch.bool, device=inside.device)
+    keep[equals[-surplus:]] = False
+    return inside[keep]
+
+
+# ---- what numpy does much faster than torch, on the CPU: five to fifteen times on a vocabulary of 49,152 ----------
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """Over the last dimension, the lowest id of equals."""
+    if logits.device.type == "cpu":
+        return torch.as_tensor(logits.detach().numpy().argmax(-1))
+    return logits.argmax(-1)
+
+
+def _where(mask: Tensor) -> Tensor:
+    """Ascending positions of True in one dimension."""
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().squeeze(1)
+
+
+def _descending(values: Tensor) -> Tensor:
+    if values.device.type == "cpu":
+        return torch.from_numpy(np.sort(values.detach().numpy())).flip(0)
+    return values.sort(descending=True).values
 
 
 # ---- logprobs -----------------------------------------------------------------------------------------------------
