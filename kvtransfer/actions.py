@@ -80,7 +80,11 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class OpenPull:
-    """Open a Pull stream to the owner at `address` and send `message` first."""
+    """Open a Pull stream to the owner at `address` and send `message` first.
+
+    Before each write the driver asks the decoder for `destination(pull, position)` (its inbox knows), and when a
+    block is complete for `block_tokens(pull, position)`, which the digest covers.
+    """
 
     pull: int
     address: str

@@ -101,12 +101,12 @@ class Inbox:
         """Blocks that wait for their Drained. Their references are the decoder's until then."""
         return [block for pull in self._pulls.values() if pull.draining for block in pull.bound.values()]
 
-    def writable(self, pull: int, position: int) -> bool:
-        """Whether a byte of this position may be written now: asked before every write."""
+    def destination(self, pull: int, position: int) -> int | None:
+        """The block into which this position's bytes may be written now: asked before every write."""
         state = self._pulls.get(pull)
-        if state is None or state.phase is not _Phase.OPEN:
-            return False
-        return position in state.bound and position not in state.landed
+        if state is None or state.phase is not _Phase.OPEN or position in state.landed:
+            return None
+        return state.bound.get(position)
 
     # ---- the decoder's calls ----------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class Inbox:
 
     def copied(self, pull: int, position: int, digest: int, now: float) -> list[Action]:
         """All bytes of a position are in place; `digest` was computed from them afterwards."""
-        if not self.writable(pull, position):
+        if self.destination(pull, position) is None:
             self.ignored["copied"] += 1
             return []
         state = self._pulls[pull]
