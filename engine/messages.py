@@ -83,6 +83,7 @@ class WorkerLoad:
     leased_blocks: int = 0
     step_seconds: float = 0.0  # moving average
     draining: bool = False
+    pulled_blocks: int = 0  # copied in from other workers since this one started
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,9 +154,11 @@ def test_what_the_router_shares_with_the_engine_uses_the_standard_library_alone(
     wrong = []
     for name in sorted(STDLIB_ONLY):
         path = ROOT.joinpath(*name.split(".")).with_suffix(".py")
-        for each in imports(path):
-            if each.module.split(".")[0] not in sys.stdlib_module_names and each.module not in STDLIB_ONLY:
-                wrong.append(f"{relative(path)}:{each.line} imports {each.module}")
+        wrong += [
+            f"{relative(path)}:{each.line} imports {each.module}"
+            for each in imports(path)
+            if each.module.split(".")[0] not in sys.stdlib_module_names and each.module not in STDLIB_ONLY
+        ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -219,9 +221,11 @@ def test_protobuf_types_stay_at_the_borders() -> None:
 def test_nothing_that_runs_what_it_reads() -> None:
     wrong = []
     for path in sources():
-        for each in imports(path):
-            if each.module.split(".")[0] in BANNED_MODULES:
-                wrong.append(f"{relative(path)}:{each.line} imports {each.module}")
+        wrong += [
+            f"{relative(path)}:{each.line} imports {each.module}"
+            for each in imports(path)
+            if each.module.split(".")[0] in BANNED_MODULES
+        ]
         for node in ast.walk(tree(path)):
             if call_name(node) in BANNED_CALLS:
                 wrong.append(f"{relative(path)}:{node.lineno} calls {call_name(node)}")  # type: ignore[attr-defined]

@@ -87,7 +87,7 @@ decode_starts = st.builds(
 refusals = st.one_of(
     st.builds(m.Refused, keys, reasons, seconds, facts), st.builds(m.Failed, keys, reasons, st.booleans(), facts)
 )
-loads = st.builds(m.WorkerLoad, u32, u32, u64, u32, u32, f32.map(abs), st.booleans())
+loads = st.builds(m.WorkerLoad, u32, u32, u64, u32, u32, f32.map(abs), st.booleans(), u64)
 changes = st.builds(
     m.CacheChange, st.lists(digests, max_size=2).map(tuple), st.lists(digests, max_size=2).map(tuple), u64
 )

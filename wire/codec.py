@@ -223,12 +223,20 @@ def load_to_pb(load: m.WorkerLoad) -> wpb.WorkerLoad:
         leased_blocks=load.leased_blocks,
         step_seconds=load.step_seconds,
         draining=load.draining,
+        pulled_blocks=load.pulled_blocks,
     )
 
 
 def load_from_pb(pb: wpb.WorkerLoad) -> m.WorkerLoad:
     return m.WorkerLoad(
-        pb.running, pb.waiting, pb.waiting_tokens, pb.free_blocks, pb.leased_blocks, pb.step_seconds, pb.draining
+        pb.running,
+        pb.waiting,
+        pb.waiting_tokens,
+        pb.free_blocks,
+        pb.leased_blocks,
+        pb.step_seconds,
+        pb.draining,
+        pb.pulled_blocks,
     )
 
 
