@@ -1,0 +1,334 @@
+"""All requests of one router: admission, the queue, placing on workers, pacing, credit. Sans-IO.
+
+The driver calls in with events and the time (`tick` at least ten times a second) and carries out the actions
+in order. Flows decide what an event means, policy.py which worker is best; this file knows who waits for what.
+
+Suspects. A request that went down with two workers runs only where every other request of this router is a
+suspect too, and after the third death alone, so that one poisonous request cannot take ordinary ones with it.
+If no worker is free of ordinary requests, the oldest waiting suspect reserves the one with the fewest: it takes
+no new ordinary work, so it empties and the suspect goes there. While suspects run on it, ordinary requests go
+elsewhere or wait. One reservation a role at a time, by age: suspects are finite, so everybody gets a turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+from engine.messages import (
+    CacheChange,
+    DecodeEvent,
+    Failed,
+    FirstToken,
+    PrefillAccepted,
+    PrefillEvent,
+    Reason,
+    Refused,
+    StepBatch,
+    WorkerHello,
+    WorkerLoad,
+)
+from router import policy
+from router.actions import Action, End, FlowAction, LinkFailed, RouterRequest
+from router.admission import Closing, RouterConfig, TooLong, check_queue, check_resume, fit, limit_of
+from router.flow import Flow
+from router.workers import Role, Worker, Workers
+
+
+class Dispatcher:
+    def __init__(self, config: RouterConfig, rng: random.Random, now: float = 0.0) -> None:
+        self.config = config
+        self.workers = Workers(now)
+        self.flows: dict[int, Flow] = {}  # oldest first
+        self.links: Counter[tuple[str, str]] = Counter()  # failed copies by (prefill, decode) address
+        self.ignored: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter()  # by code
+        self._rng = rng
+        self._queue: dict[int, Flow] = {}  # beyond max_concurrent_requests, in order of arrival
+        self._waiting: dict[int, Flow] = {}  # want a worker and have none
+        self._held: dict[tuple[int, Role], str] = {}  # where each leg is, as the workers' job lists have it
+        self._reserved: dict[Role, tuple[str, int]] = {}  # worker and the suspect that waits for it
+        self._closing = False
+
+    @property
+    def idle(self) -> bool:
+        return not self.flows
+
+    # ---- the front ------------------------------------------------------------------------------------------
+
+    def submit(self, request: RouterRequest, now: float) -> tuple[int, list[Action]]:
+        """Raises admission.Rejected (Overloaded, TooLong, BadResume, Closing); then nothing was kept."""
+        if self._closing:
+            raise Closing("this router is shutting down", retry_after=1.0)
+        check_resume(len(request.resume), request.params)
+        params = request.params
+        if (limit := limit_of(self.workers)) is not None:
+            params = fit(len(request.prompt_ids), len(request.resume), params, limit)
+        check_queue(len(self.flows) - len(self._queue), len(self._queue), self.config)
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=self._rng.getrandbits(64))
+        number = self._rng.getrandbits(64)
+        while number in self.flows or number == 0:
+            number = self._rng.getrandbits(64)
+        flow = Flow(number, request, self.config, self._rng, now)
+        flow.params = params
+        self.flows[number] = flow
+        if len(self.flows) - len(self._queue) > self.config.max_concurrent_requests:
+            self._queue[number] = flow
+            return number, []
+        return number, self._settle(flow, [], now)
+
+    def cancel(self, request: int, now: float) -> list[Action]:
+        flow = self.flows.get(request)
+        return self._settle(flow, flow.cancel(now), now) if flow else []
+
+    def stop(self, request: int, now: float) -> list[Action]:
+        flow = self.flows.get(request)
+        return self._settle(flow, flow.stop(now), now) if flow else []
+
+    def consumed(self, request: int, index: int, now: float) -> list[Action]:
+        """The client has taken every token below `index`."""
+        flow = self.flows.get(request)
+        return self._settle(flow, flow.consumed_to(index, now), now) if flow else []
+
+    def seed(self, request: int) -> int | None:
+        """The seed in use, minted here if the request gave none; with it a client can resume."""
+        flow = self.flows.get(request)
+        return flow.params.seed if flow else None
+
+    def close(self) -> None:
+        """Takes no new request; those it has go on."""
+        self._closing = True
+
+    # ---- the workers ----------------------------------------------------------------------------------------
+
+    def worker_up(self, address: str, role: Role, hello: WorkerHello, now: float) -> list[Action]:
+        """A session is open. If one to this address was open before, it is over."""
+        actions = self.worker_down(address, role, now)
+        self.workers.up(address, role, hello, now)
+        for flow in self.flows.values():
+            flow.worker_returned(address, hello.node.incarnation)
+        return actions + self._place_waiting(now)
+
+    def worker_down(self, address: str, role: Role, now: float) -> list[Action]:
+        worker = self.workers.down(address, role, now)
+        if worker is None:
+            return []
+        carried = [self.flows[request] for request in worker.jobs]
+        if role in self._reserved and self._reserved[role][0] == address:
+            del self._reserved[role]
+        lost: list[tuple[Flow, list[FlowAction]]] = []
+        for flow in carried:  # all first, so that nobody is placed by a half-told story
+            self._held.pop((flow.request, role), None)
+            incarnation = worker.hello.node.incarnation
+            lost.append((flow, flow.worker_lost(address, role, incarnation, len(carried) == 1, now)))
+        return [action for flow, told in lost for action in self._settle(flow, told, now)]
+
+    def on_event(self, address: str, role: Role, event: PrefillEvent | DecodeEvent, now: float) -> list[Action]:
+        worker = self.workers.get(address, role)
+        if worker is None:
+            self.ignored[type(event).__name__] += 1
+            return []
+        match event:
+            case StepBatch():
+                return self._step(address, event, now)
+            case WorkerLoad():
+                self.workers.report(worker, event, now)
+                return []
+            case CacheChange():
+                worker.cache_changed(event)
+                return []
+        if isinstance(event, Refused | Failed) and event.reason is Reason.DRAINING:
+            self.workers.mark_draining(worker, now)
+        flow = self.flows.get(event.key.request)
+        if flow is None:
+            self.ignored[type(event).__name__] += 1
+            return []
+        return self._settle(flow, self._tell(flow, address, role, event, now), now)
+
+    def _tell(
+        self, flow: Flow, address: str, role: Role, event: PrefillAccepted | FirstToken | Refused | Failed, now: float
+    ) -> list[FlowAction]:
+        match event:
+            case PrefillAccepted():
+                return flow.accepted(address, event, now)
+            case FirstToken():
+                return flow.first_token(address, role, event, now)
+            case Refused():
+                return flow.refused(address, role, event, now)
+            case Failed():
+                return flow.failed(address, role, event, now)
+
+    def _step(self, address: str, batch: StepBatch, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for row in batch.rows:
+            if (flow := self.flows.get(row.key.request)) is not None:
+                actions += self._settle(flow, flow.row(address, row.key, row.token, now), now)
+            else:
+                self.ignored["Row"] += 1
+        for finish in batch.finishes:
+            if (flow := self.flows.get(finish.key.request)) is not None:
+                actions += self._settle(flow, flow.finished(address, finish, now), now)
+            else:
+                self.ignored["Finish"] += 1
+        return actions
+
+    # ---- time -----------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for flow in list(self.flows.values()):
+            if told := flow.tick(now):
+                actions += self._settle(flow, told, now)
+        return actions + self._place_waiting(now)
+
+    def _place_waiting(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for flow in sorted(self._waiting.values(), key=lambda flow: flow.submitted_at):
+            if flow.request in self._waiting:
+                actions += self._settle(flow, [], now)
+        return actions
+
+    # ---- placing --------------------------------------------------------------------------------------------
+
+    def _settle(self, flow: Flow, told: Sequence[FlowAction], now: float) -> list[Action]:
+        """After every call into a flow: book where it is, place it if it wants a worker, forget it if it ended."""
+        actions: list[Action] = []
+        self._book(flow, told, actions)
+        if flow.wants is not None and flow.request not in self._queue:
+            self._waiting[flow.request] = flow
+            self._book(flow, self._place(flow, now), actions)
+        if flow.wants is None:
+            self._waiting.pop(flow.request, None)
+        for role, (_, suspect) in list(self._reserved.items()):
+            if suspect == flow.request and flow.wants is not role:
+                del self._reserved[role]
+        if flow.ended and self.flows.pop(flow.request, None) is not None:
+            self._queue.pop(flow.request, None)
+            self.ignored.update(flow.ignored)
+            actions += self._promote(now)
+        return actions
+
+    def _book(self, flow: Flow, told: Sequence[FlowAction], actions: list[Action]) -> None:
+        for action in told:
+            if isinstance(action, LinkFailed):
+                self.links[action.prefill, action.decode] += 1
+            else:
+                actions.append(action)
+                if isinstance(action, End):
+                    self.ended[action.outcome.code] += 1
+        for role in Role:
+            leg = flow.legs.get(role)
+            held = self._held.get((flow.request, role))
+            if held is not None and (leg is None or leg.address != held):
+                del self._held[flow.request, role]
+                if (worker := self.workers.get(held, role)) is not None:
+                    worker.jobs.pop(flow.request, None)
+            if leg is not None and (worker := self.workers.get(leg.address, role)) is not None:
+                self._held[flow.request, role] = leg.address
+                worker.jobs[flow.request] = len(flow.asked.prompt_ids) + len(flow.log)
+
+    def _promote(self, now: float) -> list[Action]:
+        if not self._queue or len(self.flows) - len(self._queue) >= self.config.max_concurrent_requests:
+            return []
+        request = next(iter(self._queue))
+        return self._settle(self._queue.pop(request), [], now)
+
+    def _place(self, flow: Flow, now: float) -> list[FlowAction]:
+        role = flow.wants
+        if role is None or now < flow.not_before:
+            return []
+        if flow.attempt == 0:
+            # The first time, both stages must be there: their pools say what fits, and a prefill alone is no use.
+            for each in Role:
+                if self.workers.empty_since(each) is not None:
+                    return self._without_worker(flow, each, now)
+            if told := self._resolve(flow, now):
+                return told
+        fitting = [worker for worker in self.workers.eligible(role) if worker.capacity >= flow.max_total]
+        if not fitting:
+            return self._without_worker(flow, role, now)
+        if all(flow.refusals.get((role, worker.address)) is Reason.OUT_OF_BLOCKS for worker in fitting):
+            sentence = f"no {role.value} worker has a pool for {flow.max_total} tokens"
+            return flow.give_up(now, "RESOURCE_EXHAUSTED", sentence, {"tokens": str(flow.max_total)})
+        rested = [worker for worker in fitting if flow.avoid.get((role, worker.address), now) <= now]
+        company = self._company(flow, role, rested)
+        if role is Role.DECODE:
+            chosen = policy.pick_decode(company, self._rng)
+            return flow.start_decode(chosen.address, now) if chosen else []
+        tokens = [*flow.asked.prompt_ids, *flow.log]
+        known = len(company) > 1 and any(worker.hashes for worker in company)
+        hashes = policy.prompt_hashes(company[0], flow.asked.namespace, tokens) if known else []
+        chosen = policy.pick_prefill(company, tokens, hashes)
+        return flow.start_prefill(chosen.address, now) if chosen else []
+
+    def _resolve(self, flow: Flow, now: float) -> list[FlowAction]:
+        """max_tokens, if nobody was there to ask at submit; a request that turns out not to fit ends here."""
+        limit = limit_of(self.workers)
+        if limit is None:
+            return []
+        try:
+            flow.params = fit(len(flow.asked.prompt_ids), len(flow.asked.resume), flow.params, limit)
+        except TooLong as error:
+            return flow.give_up(now, error.code, str(error), error.facts)
+        return []
+
+    def _without_worker(self, flow: Flow, role: Role, now: float) -> list[FlowAction]:
+        config = self.config
+        grace = config.restart_grace if self.workers.ever_up(role) else config.no_worker_grace
+        since = self.workers.empty_since(role)
+        if now - max(flow.wants_since, since or 0.0) < grace:
+            return []
+        sentence = f"no {role.value} worker that is up has room for {flow.max_total} tokens"
+        if since is not None:
+            sentence = self.workers.why_none(role)
+        return flow.give_up(now, "UNAVAILABLE", sentence, {"role": role.value, "resumable": "true"})
+
+    def _company(self, flow: Flow, role: Role, workers: Sequence[Worker]) -> list[Worker]:
+        """Those of `workers` where this request may run, given who else runs there (see the module's docstring)."""
+        eligible = {each.address for each in self.workers.eligible(role)}
+        if role in self._reserved and self._reserved[role][0] not in eligible:
+            del self._reserved[role]
+        reserved, by = self._reserved.get(role, ("", 0))
+        if flow.suspicion == 0:
+            return [worker for worker in workers if worker.address != reserved and not self._suspects(worker)]
+        mine = by == flow.request
+        open_to = [worker for worker in workers if mine or worker.address != reserved]
+        if flow.suspicion == 1:
+            free = [worker for worker in open_to if len(self._suspects(worker)) == len(worker.jobs)]
+            free = [worker for worker in free if all(each.suspicion == 1 for each in self._suspects(worker))]
+            free.sort(key=lambda worker: len(worker.jobs), reverse=True)  # suspects gather on one worker
+        else:
+            free = [worker for worker in open_to if not worker.jobs]
+        if free:
+            if mine:
+                del self._reserved[role]
+            return free[:1]
+        if workers and not reserved:
+            ordinary = min(workers, key=lambda worker: (len(worker.jobs) - len(self._suspects(worker)), worker.address))
+            self._reserved[role] = (ordinary.address, flow.request)
+        return []
+
+    def _suspects(self, worker: Worker) -> list[Flow]:
+        return [self.flows[request] for request in worker.jobs if self.flows[request].suspicion > 0]
+
+    # ---- checks ---------------------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Every leg is in its worker's job list and the other way round; nobody who ended is anywhere."""
+        legs = {(flow.request, role): leg.address for flow in self.flows.values() for role, leg in flow.legs.items()}
+        assert legs == self._held, f"legs {legs} are not the booked {self._held}"
+        jobs = {
+            (request, worker.role): worker.address for worker in self.workers.all() for request in worker.jobs
+        }
+        assert jobs == legs, f"jobs at workers {jobs} are not the legs {legs}"
+        for name, group in (("queue", self._queue), ("waiting", self._waiting)):
+            stray = group.keys() - self.flows.keys()
+            assert not stray, f"requests {stray} ended and are still in the {name}"
+        for flow in self.flows.values():
+            placed = flow.legs or flow.wants is not None
+            assert placed and not flow.ended, f"request {flow.request} is nowhere: nothing will ever move it"
+            waits = flow.request in self._waiting or flow.request in self._queue
+            assert (flow.wants is not None) == waits, f"request {flow.request} wants {flow.wants}, waiting is {waits}"

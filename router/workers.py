@@ -1,0 +1,152 @@
+"""Who is up, what each worker said about itself, and which requests of this router it carries.
+
+Sans-IO: sessions call `up` and `down`, the dispatcher asks who may take work. A worker whose KV layout
+differs from the first one's is kept and named, never used: its blocks would mean something else. This file
+never chooses between eligible workers (policy.py does) and never talks to one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine.messages import CacheChange, KvLayout, WorkerHello, WorkerLoad
+
+MAX_CACHED_HASHES = 65_536  # per worker; at 16 tokens a block about a million tokens of known prefixes
+
+
+class Role(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(slots=True)
+class Worker:
+    """One session to one worker process. `jobs` are this router's requests there, with the tokens that each holds."""
+
+    address: str
+    role: Role
+    hello: WorkerHello
+    number: int = 0  # counts ups: a smaller one has been here longer
+    load: WorkerLoad = WorkerLoad()
+    draining: bool = False
+    mismatch: str = ""  # why its layout keeps it unused
+    jobs: dict[int, int] = field(default_factory=dict)
+    hashes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # prefixes it holds, oldest first
+    cache_sequence: int | None = None
+
+    @property
+    def eligible(self) -> bool:
+        return not self.draining and not self.mismatch
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens that one request may have here."""
+        return min(self.hello.max_model_len, self.hello.total_blocks * self.hello.layout.block_size)
+
+    def cache_changed(self, change: CacheChange) -> None:
+        """A gap in `sequence` means that what we believe is worth nothing: forget it and learn again."""
+        if self.cache_sequence is not None and change.sequence != self.cache_sequence + 1:
+            self.hashes.clear()
+        self.cache_sequence = change.sequence
+        for digest in change.sealed:
+            self.hashes[digest] = None
+        for digest in change.evicted:
+            self.hashes.pop(digest, None)
+        while len(self.hashes) > MAX_CACHED_HASHES:
+            self.hashes.popitem(last=False)
+
+
+class Workers:
+    """Every worker with a live session, by role and address."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self._workers: dict[Role, dict[str, Worker]] = {role: {} for role in Role}
+        self._empty_since: dict[Role, float] = dict.fromkeys(Role, now)
+        self._ever_up: dict[Role, bool] = dict.fromkeys(Role, False)
+        self._ups = 0
+
+    def up(self, address: str, role: Role, hello: WorkerHello, now: float) -> Worker:
+        self._ups += 1
+        worker = Worker(address, role, hello, self._ups)
+        self._workers[role][address] = worker
+        self._ever_up[role] = True
+        self._check_layouts(now)
+        return worker
+
+    def down(self, address: str, role: Role, now: float) -> Worker | None:
+        worker = self._workers[role].pop(address, None)
+        if worker is not None:
+            self._check_layouts(now)
+            self._note_empty(role, now, was_eligible=worker.eligible)
+        return worker
+
+    def report(self, worker: Worker, load: WorkerLoad, now: float) -> None:
+        was_eligible = worker.eligible
+        worker.load = load
+        worker.draining = load.draining
+        self._note_empty(worker.role, now, was_eligible)
+
+    def mark_draining(self, worker: Worker, now: float) -> None:
+        was_eligible = worker.eligible
+        worker.draining = True
+        self._note_empty(worker.role, now, was_eligible)
+
+    def get(self, address: str, role: Role) -> Worker | None:
+        return self._workers[role].get(address)
+
+    def all(self, role: Role | None = None) -> Iterator[Worker]:
+        for each in Role if role is None else (role,):
+            yield from self._workers[each].values()
+
+    def eligible(self, role: Role) -> list[Worker]:
+        return [worker for worker in self._workers[role].values() if worker.eligible]
+
+    def ready(self) -> bool:
+        """Both stages have somebody who takes work."""
+        return all(any(worker.eligible for worker in self._workers[role].values()) for role in Role)
+
+    def empty_since(self, role: Role) -> float | None:
+        """Since when nobody of this role takes work; None while somebody does."""
+        return None if any(worker.eligible for worker in self._workers[role].values()) else self._empty_since[role]
+
+    def ever_up(self, role: Role) -> bool:
+        return self._ever_up[role]
+
+    def why_none(self, role: Role) -> str:
+        """One sentence: why no worker of this role takes work."""
+        workers = list(self._workers[role].values())
+        if not workers:
+            return f"no {role.value} worker is up"
+        reasons = [f"{worker.address} {worker.mismatch or 'is draining'}" for worker in workers if not worker.eligible]
+        return f"no {role.value} worker takes work: " + "; ".join(reasons)
+
+    def _note_empty(self, role: Role, now: float, was_eligible: bool) -> None:
+        if was_eligible and not self.eligible(role):
+            self._empty_since[role] = now
+
+    def _check_layouts(self, now: float) -> None:
+        """The worker that has been up longest sets the layout; when it leaves, the next one does."""
+        order = sorted(self.all(), key=lambda worker: (worker.mismatch != "", worker.number))
+        for worker in order:
+            reference = order[0]  # of those in use, if any is
+            before = worker.eligible
+            different = layout_difference(worker.hello.layout, reference.hello.layout)
+            worker.mismatch = f"has another KV layout than {reference.address}: {different}" if different else ""
+            self._note_empty(worker.role, now, before)
+
+
+def layout_difference(mine: KvLayout, other: KvLayout) -> str:
+    """Field by field, this worker's value against the reference's; empty if they may exchange KV."""
+    parts = []
+    for name in KvLayout._fields:
+        here, there = getattr(mine, name), getattr(other, name)
+        if here != there:
+            parts.append(f"{name} is {_show(here)}, not {_show(there)}")
+    return ", ".join(parts)
+
+
+def _show(value: object) -> str:
+    return value.hex()[:16] if isinstance(value, bytes) else str(value)
