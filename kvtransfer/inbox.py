@@ -125,6 +125,16 @@ class Inbox:
         )
         return pull, [OpenPull(pull, ticket.owner.address, message)]
 
+    def hold(self, pull: int, positions: Collection[int]) -> None:
+        """The decoder references its own blocks for these positions from now on: they are not asked for."""
+        state = self._pulls.get(pull)
+        assert state is not None and state.phase is _Phase.OPEN, f"hold() on pull {pull}, which is over"
+        assert not positions or state.transport != "local", "a local pull takes every block from its owner"
+        for position in positions:
+            assert 0 <= position < state.ticket.num_blocks, f"held position {position} of {state.ticket.num_blocks}"
+            assert position not in state.bound, f"position {position} is bound already"
+        state.held |= frozenset(positions)
+
     def bind(self, pull: int, destinations: Mapping[int, int], now: float) -> list[Action]:
         """Destination blocks for these positions; their bytes may arrive from now on. Empty: the slot is arriving."""
         state = self._pulls.get(pull)

@@ -1,0 +1,558 @@
+"""The decode stage: jobs of sessions, their pulls and their blocks. Sans-IO: an event and a time in, actions out.
+
+Composes the scheduler (who owns blocks, who gives way) with the inbox (what has landed). Gives a block back only
+when nothing can write into it: after the step in flight, after the last copy. Never waits, never reads a clock,
+never raises for what a peer says: late, unknown and repeated messages are counted in `ignored`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from decode_service.job import Job, JobKey
+from decode_service.scheduler import UNBOUND, DecodeScheduler, Slot
+from engine.batch import Batch, StepOutput
+from engine.blocks import BlockPool
+from engine.config import EngineConfig
+from engine.messages import (
+    Cancel,
+    Credit,
+    DecodeCommand,
+    DecodeStart,
+    Drain,
+    Failed,
+    Finish,
+    FirstToken,
+    Heartbeat,
+    KvLayout,
+    Node,
+    PullEvent,
+    Reason,
+    Refused,
+    RouterHello,
+    Row,
+    StepBatch,
+    WorkerLoad,
+)
+from engine.prefix_cache import block_digest, chain, root_digest
+from engine.stopping import finish_of
+from kvtransfer.actions import Action, Adopted, Announced, Drained, Landed, PullFailed, Ready, ToRouter
+from kvtransfer.inbox import PROGRESS_SECONDS, Inbox
+from kvtransfer.ticket import fault, layout_digest
+
+TOMBSTONE_TTL = 120.0
+MAX_TOMBSTONES = 4096
+LOCAL = "local"
+
+
+class Decoder:
+    """`pool` may be shared with a prefill stage in the same process; that stage then keeps off the blocks that
+    `promised` counts, and admits nothing while `stalled`. Its tickets come without a copy.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        layout: KvLayout,
+        config: EngineConfig,
+        pool: BlockPool,
+        *,
+        eos_token_ids: Collection[int],
+        transport: str = "grpc",
+        max_waiting: int = 256,
+        headroom: int = 2,
+        progress_seconds: float = PROGRESS_SECONDS,
+    ) -> None:
+        self.layout = layout
+        self.config = config
+        self.pool = pool
+        self.draining = False
+        self.ignored: Counter[str] = Counter()
+        self.sessions: dict[int, RouterHello] = {}
+        self.scheduler = DecodeScheduler(pool, layout.block_size, config.max_num_seqs, max_waiting, headroom)
+        self.inbox = Inbox(layout_digest(layout), progress_seconds=progress_seconds)
+        self._node = node
+        self._eos = frozenset(eos_token_ids)
+        self._transport = transport
+        self._jobs: dict[JobKey, Job] = {}
+        self._by_slot: dict[int, Job] = {}
+        self._by_pull: dict[int, Job] = {}
+        self._in_flight: list[Job] | None = None
+        self._free_after_step: list[int] = []
+        self._draining_blocks: dict[int, list[int]] = {}  # pull -> blocks that its copies may still write into
+        self._tombstones: OrderedDict[JobKey, float] = OrderedDict()  # jobs that are over -> when to forget that
+        self._last_slot = 0
+        self._pulled_blocks = 0
+        self._steps = 0
+        self._step_seconds = 0.0
+        self._drain_until = 0.0
+        self._sent_load: dict[int, WorkerLoad] = {}
+
+    # ---- sessions -------------------------------------------------------------------------------------------------
+
+    def attach(self, session: int, hello: RouterHello, now: float) -> list[Action]:
+        """A newer session of the same router incarnation ends its older ones; a late older one is not attached."""
+        actions: list[Action] = []
+        for other, known in list(self.sessions.items()):
+            if (known.router, known.incarnation) == (hello.router, hello.incarnation):
+                if known.session > hello.session:
+                    self.ignored["old_session"] += 1
+                    return []
+                actions += self.detach(other, now)
+        self.sessions[session] = hello
+        return [*actions, self._load_for(session)]
+
+    def detach(self, session: int, now: float) -> list[Action]:
+        """The session ended: its jobs are cancelled, and no others."""
+        if self.sessions.pop(session, None) is None:
+            self.ignored["unknown_session"] += 1
+            return []
+        self._sent_load.pop(session, None)
+        actions: list[Action] = []
+        for job in [job for job in self._jobs.values() if job.session == session]:
+            actions += self._end(job, now)
+        return actions + self._settle(now)
+
+    def on_command(self, session: int, command: DecodeCommand, now: float) -> list[Action]:
+        if session not in self.sessions:
+            self.ignored["unknown_session"] += 1
+            return []
+        match command:
+            case DecodeStart():
+                return self._start(session, command, now)
+            case Cancel():
+                return self._cancel((session, command.key), now)
+            case Credit():
+                return self._credit((session, command.key), command.until_index, now)
+            case Drain():
+                return self.drain(command.grace, now)
+            case Heartbeat():
+                return []
+
+    # ---- a job begins ---------------------------------------------------------------------------------------------
+
+    def _start(self, session: int, start: DecodeStart, now: float) -> list[Action]:
+        """Opens the Pull at once, even while there is no room: an open Pull keeps the lease."""
+        key = (session, start.key)
+        if key in self._jobs:
+            self.ignored["duplicate_start"] += 1
+            return []
+        if key in self._tombstones:
+            self.ignored["start_after_end"] += 1
+            return []
+        if refused := self._refusal(start):
+            return [ToRouter(session, refused)]
+        job = self._job(session, start, now)
+        transport = LOCAL if job.slot.lent else self._transport
+        job.pull, actions = self.inbox.open(start.ticket, start.key, (), transport, now)
+        self._jobs[key] = self._by_slot[job.slot.id] = self._by_pull[job.pull] = job
+        self.scheduler.add(job.slot)
+        return actions + self._settle(now)
+
+    def _job(self, session: int, start: DecodeStart, now: float) -> Job:
+        layout, split = self.layout, len(start.token_ids) - start.emitted
+        root = root_digest(start.cache_namespace, layout.model_digest, "", layout.dtype, layout.block_size)
+        # From the tokens themselves: the ticket's list of hashes is another worker's claim.
+        hashes = chain(root, start.token_ids, layout.block_size)
+        local = start.ticket.owner.incarnation == self._node.incarnation
+        self._last_slot += 1
+        job = Job(
+            session=session,
+            start=start,
+            slot=Slot(self._last_slot, len(start.token_ids), now - start.age, hashes, lent=local),
+            digest=hashes[-1] if hashes else root,
+            arrived=now,
+            deadline_at=now + start.deadline,
+            prompt=start.token_ids[:split],
+            output=list(start.token_ids[split:]),
+            until_index=start.until_index,
+        )
+        job.slot.credit = job.has_credit
+        return job
+
+    def _refusal(self, start: DecodeStart) -> Refused | None:
+        """Why this start cannot be served, now or ever. Its ticket stays good for another worker."""
+        scheduler, tokens, total = self.scheduler, len(start.token_ids), self.pool.num_blocks
+        if self.draining:
+            return Refused(start.key, Reason.DRAINING)
+        if facts := self._invalid(start):
+            return Refused(start.key, Reason.INVALID_FIELD, facts=facts)
+        if (needed := scheduler.blocks_for(tokens + 1)) > total:
+            largest = total * self.layout.block_size - 1
+            facts = _text(needed_blocks=needed, total_blocks=total, tokens=tokens, largest=largest)
+            return Refused(start.key, Reason.OUT_OF_BLOCKS, facts=facts)
+        if scheduler.full:
+            retry_after = round(min(30.0, max(0.1, 20 * self._step_seconds)), 1)
+            facts = _text(waiting=len(scheduler.waiting), limit=scheduler.max_waiting, retry_after=retry_after)
+            return Refused(start.key, Reason.QUEUE_FULL, retry_after, facts)
+        return None
+
+    def _invalid(self, start: DecodeStart) -> dict[str, str]:
+        """The facts of an invalid field; empty when all are in order. Repeats what the router has checked."""
+        tokens, params, limit = len(start.token_ids), start.params, self.config.max_model_len
+        if params.seed is None or params.max_tokens is None:
+            return _text(field="seed" if params.seed is None else "max_tokens", sentence="it must be set")
+        if not 0 <= start.emitted < tokens:
+            return _text(field="emitted", sentence=f"it must be in [0, {tokens - 1}], got {start.emitted}")
+        if start.emitted + 1 >= params.max_tokens:
+            sentence = f"{params.max_tokens} leave nothing to do here after {start.emitted} and the prefill's one"
+            return _text(field="max_tokens", sentence=sentence)
+        if tokens >= limit:  # one place is left for the token that is sampled
+            return _text(field="token_ids", tokens=tokens, limit=limit, largest=limit - 1)
+        wrong = fault(start.ticket, tokens, self.layout.block_size)
+        return {} if wrong is None else _text(field="ticket", sentence=wrong)
+
+    def _credit(self, key: JobKey, until_index: int, now: float) -> list[Action]:
+        if (job := self._jobs.get(key)) is None:
+            self.ignored["unknown_credit"] += 1
+            return []
+        job.until_index = max(job.until_index, until_index)
+        job.slot.credit = job.has_credit
+        return self._settle(now)
+
+    # ---- blocks arrive --------------------------------------------------------------------------------------------
+
+    def pull_event(self, pull: int, event: PullEvent, now: float) -> list[Action]:
+        return self._absorb(self.inbox.message(pull, event, now), now) + self._settle(now)
+
+    def copied(self, pull: int, position: int, digest: int, now: float) -> list[Action]:
+        return self._absorb(self.inbox.copied(pull, position, digest, now), now) + self._settle(now)
+
+    def copy_failed(self, pull: int, position: int, now: float) -> list[Action]:
+        return self._absorb(self.inbox.copy_failed(pull, position, now), now) + self._settle(now)
+
+    def pull_stream_closed(self, pull: int, now: float) -> list[Action]:
+        return self._absorb(self.inbox.stream_closed(pull, now), now) + self._settle(now)
+
+    def adopted(self, pull: int, blocks: Sequence[int], now: float) -> list[Action]:
+        """The local transport: these references are ours from here on."""
+        return self._absorb(self.inbox.adopted(pull, blocks, now), now) + self._settle(now)
+
+    def destination(self, pull: int, position: int) -> int | None:
+        """Where the bytes of this position may be written at this moment; None: nowhere."""
+        return self.inbox.destination(pull, position)
+
+    def block_tokens(self, pull: int, position: int) -> list[int]:
+        """The tokens that this position's block stands for: its digest covers them."""
+        job, size = self._by_pull.get(pull), self.layout.block_size
+        return [] if job is None else job.tokens(position * size, (position + 1) * size)
+
+    def _absorb(self, actions: Iterable[Action], now: float) -> list[Action]:
+        """Acts on the inbox's notices; what is left is the driver's."""
+        rest: list[Action] = []
+        for action in actions:
+            match action:
+                case Announced():
+                    rest += self._announced(action, now)
+                case Landed():
+                    if job := self._by_pull.get(action.pull):
+                        job.landed.add(action.position)
+                    self._pulled_blocks += 1
+                case Ready() | Adopted():
+                    rest += self._ready(action, now)
+                case PullFailed():
+                    if job := self._by_pull.get(action.pull):
+                        rest.append(_failed(job, action.reason, resumable=True))
+                        self._forget(job, now)
+                case Drained():
+                    self._draining_blocks.pop(action.pull, None)
+                    self.pool.give(action.blocks)
+                case _:
+                    rest.append(action)
+        return rest
+
+    def _announced(self, notice: Announced, now: float) -> list[Action]:
+        if (job := self._by_pull.get(notice.pull)) is None:
+            return []
+        job.announced += notice.positions
+        return [] if job.admitted is None else self._bind(job, now)
+
+    def _bind(self, job: Job, now: float) -> list[Action]:
+        """Gives every announced position its destination; from here on bytes flow for it."""
+        assert job.pull is not None, f"{job.key} binds without a pull"
+        positions = [position for position in job.announced if position >= job.slot.held]
+        job.announced = []
+        destinations = {position: self.scheduler.bind(job.slot, position) for position in positions}
+        return self._absorb(self.inbox.bind(job.pull, destinations, now), now)
+
+    def _ready(self, notice: Ready | Adopted, now: float) -> list[Action]:
+        job, first = self._by_pull.get(notice.pull), notice.first_token
+        if job is None:
+            return []
+        if isinstance(notice, Adopted):
+            job.slot.blocks = list(notice.blocks)
+        if first.finish_reason is not None:  # its pull drains by itself
+            self._forget(job, now)
+            return [_echo(job, first)]
+        del self._by_pull[notice.pull]
+        job.pull = None
+        if first.token.index != job.start.emitted:
+            self.ignored["wrong_first_token"] += 1
+            self._forget(job, now)
+            return [_failed(job, Reason.INTERNAL, resumable=True)]
+        job.first = first
+        return [] if job.admitted is None else self._run(job, now)
+
+    # ---- slots ----------------------------------------------------------------------------------------------------
+
+    def _settle(self, now: float) -> list[Action]:
+        """Growth, preemption and admission, until nothing more can move. After every event."""
+        actions: list[Action] = []
+        while True:
+            if self._in_flight is None:
+                coming = sum(map(len, self._draining_blocks.values()))
+                for victim in self.scheduler.grow(coming):
+                    job = self._by_slot[victim.id]
+                    actions.append(_failed(job, Reason.OUT_OF_BLOCKS, resumable=True))
+                    self._forget(job, now)
+            slot = self.scheduler.admit()
+            if slot is None:
+                return actions
+            actions += self._admitted(self._by_slot[slot.id], now)
+
+    def _admitted(self, job: Job, now: float) -> list[Action]:
+        job.admitted = now
+        if job.slot.lent:
+            return [] if job.first is None else self._run(job, now)
+        assert job.pull is not None, f"{job.key} arrives without a pull"
+        self.inbox.hold(job.pull, range(job.slot.held))
+        return self._bind(job, now)
+
+    def _run(self, job: Job, now: float) -> list[Action]:
+        """The prompt is in place: the slot joins the very next step, and its router learns that it runs here."""
+        slot, first = job.slot, job.first
+        assert first is not None, f"{job.key} runs without token 0"
+        self.scheduler.run(slot)
+        job.running_since = now
+        if not slot.lent:  # else the prefill has named them
+            for position in range(slot.held, len(slot.hashes)):
+                self.pool.name(slot.blocks[position], slot.hashes[position])
+        job.first = None
+        job.accept(first.token)
+        return [_echo(job, first)]
+
+    # ---- a step ---------------------------------------------------------------------------------------------------
+
+    def next_batch(self, now: float) -> Batch | None:
+        """One row per slot with credit and room; None while a step is in flight or nothing can run."""
+        if self._in_flight is not None:
+            return None
+        slots = [slot for slot in self.scheduler.running if slot.credit and self.scheduler.fits(slot)]
+        if not slots:
+            return None
+        batch = Batch()
+        self._in_flight = [self._by_slot[slot.id] for slot in slots]
+        for job in self._in_flight:
+            batch.rows.append(job.row(self._eos))
+            batch.zero_blocks += job.slot.fresh
+            job.slot.fresh = []
+        return batch
+
+    def on_step(self, output: StepOutput, now: float) -> list[Action]:
+        """One StepBatch per session; a last token and its Finish share it."""
+        jobs, self._in_flight = self._in_flight or [], None
+        self._steps += 1
+        self._step_seconds = _average(self._step_seconds, output.seconds)
+        rows: defaultdict[int, list[Row]] = defaultdict(list)
+        finishes: defaultdict[int, list[Finish]] = defaultdict(list)
+        failures: list[Action] = []
+        for job, token in zip(jobs, output.tokens, strict=True):
+            if job.over:
+                continue  # ended while the step ran
+            if token is None:
+                failures.append(_failed(job, Reason.INTERNAL, resumable=False))
+                self._forget(job, now)
+                continue
+            self._name_full_block(job)
+            rows[job.session].append(Row(job.start.key, token))
+            reason, stop_token_id = finish_of(token.token_id, token.index, job.start.params, self._eos)
+            if reason is None:
+                job.accept(token)
+                continue
+            finishes[job.session].append(Finish(job.start.key, reason, stop_token_id, job.times(now)))
+            self._forget(job, now)
+        self._release_after_step()
+        batches: list[Action] = [
+            ToRouter(session, StepBatch(self._steps, tuple(mine), tuple(finishes[session])))
+            for session, mine in rows.items()
+        ]
+        return batches + failures + self._settle(now)
+
+    def step_failed(self, facts: dict[str, str], now: float) -> list[Action]:
+        """The step raised: its requests fail, all others go on."""
+        jobs, self._in_flight = self._in_flight or [], None
+        actions: list[Action] = []
+        for job in jobs:
+            if not job.over:
+                actions.append(_failed(job, Reason.INTERNAL, resumable=False, facts=facts))
+                self._forget(job, now)
+        self._release_after_step()
+        return actions + self._settle(now)
+
+    def _name_full_block(self, job: Job) -> None:
+        """The step wrote position length - 1. A block that this filled stays cached under its chain's name."""
+        size, length = self.layout.block_size, job.slot.length
+        if length % size == 0:
+            job.digest = block_digest(job.digest, job.tokens(length - size, length))
+            self.pool.name(job.slot.blocks[length // size - 1], job.digest)
+
+    def _release_after_step(self) -> None:
+        blocks, self._free_after_step = self._free_after_step, []
+        self.pool.give(blocks)
+
+    # ---- a job ends -----------------------------------------------------------------------------------------------
+
+    def _cancel(self, key: JobKey, now: float) -> list[Action]:
+        if (job := self._jobs.get(key)) is None:
+            self.ignored["unknown_cancel"] += 1
+            self._bury(key, now)  # a start that arrives late must not begin
+            return []
+        return self._end(job, now) + self._settle(now)
+
+    def _end(self, job: Job, now: float) -> list[Action]:
+        """Ends a job that its pull does not know to be over."""
+        pull = job.pull
+        self._forget(job, now)
+        return [] if pull is None else self._absorb(self.inbox.cancel(pull, now), now)
+
+    def _forget(self, job: Job, now: float) -> None:
+        """The job is over. Its blocks go back when neither a copy nor the step in flight can write into them."""
+        job.over = True
+        del self._jobs[job.key], self._by_slot[job.slot.id]
+        self._bury(job.key, now)
+        self.scheduler.remove(job.slot)
+        held, blocks = job.slot.held, job.slot.hand_over()
+        if job.pull is not None:
+            del self._by_pull[job.pull]
+            self.pool.give(blocks[:held])
+            if blocks[held:]:
+                self._draining_blocks[job.pull] = blocks[held:]
+        elif self._in_flight is not None and job in self._in_flight:
+            self._free_after_step += blocks
+        else:
+            self.pool.give(blocks)
+
+    def _bury(self, key: JobKey, now: float) -> None:
+        self._tombstones[key] = now + TOMBSTONE_TTL
+        self._tombstones.move_to_end(key)
+        while len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+
+    # ---- time -----------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Action]:
+        """Deadlines, hung copies, the end of grace; about four times a second, whether or not there is traffic."""
+        actions: list[Action] = []
+        for job in list(self._jobs.values()):
+            if job.deadline_at <= now:
+                actions.append(_failed(job, Reason.DEADLINE, resumable=False))
+                actions += self._end(job, now)
+        actions += self._absorb(self.inbox.tick(now), now)
+        if self.draining and now >= self._drain_until:
+            for job in list(self._jobs.values()):
+                actions.append(_failed(job, Reason.DRAINING, resumable=True))
+                actions += self._end(job, now)
+        while self._tombstones and next(iter(self._tombstones.values())) <= now:
+            self._tombstones.popitem(last=False)
+        actions += self._settle(now)
+        load = self.load()
+        return actions + [self._load_for(s) for s in self.sessions if self._sent_load.get(s) != load]
+
+    def drain(self, grace: float, now: float) -> list[Action]:
+        """Refuses what is new and runs on; what is left after `grace` is handed back to its routers."""
+        self._drain_until = min(self._drain_until, now + grace) if self.draining else now + grace
+        self.draining = True
+        return [self._load_for(session) for session in self.sessions]
+
+    # ---- what others may know -------------------------------------------------------------------------------------
+
+    @property
+    def stalled(self) -> bool:
+        return self.scheduler.stalled
+
+    @property
+    def promised(self) -> int:
+        """Blocks of the pool that nobody else may take: promises, and the headroom of what runs."""
+        return self.scheduler.promised + self.scheduler.headroom * len(self.scheduler.running)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, arrives, runs or drains."""
+        return not self._jobs and not self._draining_blocks and self._in_flight is None
+
+    def load(self) -> WorkerLoad:
+        scheduler = self.scheduler
+        coming = scheduler.waiting + scheduler.arriving
+        return WorkerLoad(
+            running=len(scheduler.running),
+            waiting=len(coming),
+            waiting_tokens=sum(slot.num_tokens for slot in coming),
+            free_blocks=self.pool.available,
+            leased_blocks=scheduler.promised,
+            step_seconds=self._step_seconds,
+            draining=self.draining,
+            pulled_blocks=self._pulled_blocks,
+        )
+
+    def _load_for(self, session: int) -> ToRouter:
+        load = self._sent_load[session] = self.load()
+        return ToRouter(session, load)
+
+    def holders(self) -> list[list[int]]:
+        """Every reference that this stage holds, for the pool's audit; a shared pool is audited over both stages'."""
+        slots = [[block for block in job.slot.blocks if block != UNBOUND] for job in self._jobs.values()]
+        return [*slots, *self._draining_blocks.values(), self._free_after_step]
+
+    def audit(self, others: Iterable[Iterable[int]] = ()) -> None:
+        """Raises AssertionError if a block, a slot or a promise is unaccounted for."""
+        self.pool.audit([*self.holders(), *others])
+        scheduler = self.scheduler
+        slots = [slot.id for group in (scheduler.waiting, scheduler.arriving, scheduler.running) for slot in group]
+        assert sorted(slots) == sorted(self._by_slot), "a slot has no job, or is in two states"
+        assert len(self._by_slot) == len(self._jobs), "a job has no slot"
+        assert {job.pull for job in self._jobs.values() if job.pull is not None} == set(self._by_pull), "a pull is lost"
+        assert scheduler.unpromised >= 0, f"{scheduler.promised} blocks promised, {self.pool.available} available"
+        assert sorted(self.inbox.draining) == sorted(b for d in self._draining_blocks.values() for b in d), "draining"
+        assert all(key[0] in self.sessions for key in self._jobs), "a job outlived its session"
+
+    def ledger(self) -> dict[str, int]:
+        """Each block once, by its strongest holder; the sum is the pool. "other": the prefill on the same pool."""
+        draining = {block for blocks in self._draining_blocks.values() for block in blocks} | set(self._free_after_step)
+        groups: dict[str, set[int]] = {"draining": draining, "active": set(), "verified": set(), "copying": set()}
+        groups["bound"] = set()
+        for job in self._jobs.values():
+            for position, block in enumerate(job.slot.blocks):
+                if block != UNBOUND:
+                    groups[self._state(job, position)].add(block)
+        counts, seen = self.pool.ledger(), set[int]()
+        for blocks in groups.values():
+            blocks -= seen
+            seen |= blocks
+        sizes = {name: len(blocks) for name, blocks in groups.items()}
+        return {"free": counts["free"], "cached": counts["cached"], **sizes, "other": counts["referenced"] - len(seen)}
+
+    def _state(self, job: Job, position: int) -> str:
+        if job.running_since is not None:
+            return "active"
+        if job.slot.lent:
+            return "bound"  # ours, and waiting for its turn
+        return "verified" if position < job.slot.held or position in job.landed else "copying"
+
+
+def _echo(job: Job, first: FirstToken) -> ToRouter:
+    """Token 0 again, under this placement's key: the sign that the slot runs here."""
+    return ToRouter(job.session, replace(first, key=job.start.key))
+
+
+def _failed(job: Job, reason: Reason, *, resumable: bool, facts: dict[str, str] | None = None) -> ToRouter:
+    return ToRouter(job.session, Failed(job.start.key, reason, resumable, facts or {}))
+
+
+def _text(**facts: int | float | str) -> dict[str, str]:
+    return {name: str(value) for name, value in facts.items()}
+
+
+def _average(old: float, new: float) -> float:
+    return new if old == 0 else old + 0.2 * (new - old)

@@ -1,0 +1,72 @@
+"""One request at a decode worker, from DecodeStart to its last token: what the scheduler need not know.
+
+Owns no block: those are its slot's. Changes only in the decoder's hands. Times are on the worker's monotonic
+clock, in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from decode_service.scheduler import Slot
+from engine.batch import Row, SampleInput
+from engine.messages import DecodeStart, FirstToken, RequestKey, StageTimes
+from engine.types import Token
+
+JobKey = tuple[int, RequestKey]  # a worker's key for a job: the session is part of it
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """`prompt` is the client's own, `output` everything emitted since, over all attempts.
+
+    `pull` is set while the pull may still speak. `digest` is the chain digest of the last full block so far.
+    """
+
+    session: int
+    start: DecodeStart
+    slot: Slot
+    digest: bytes
+    arrived: float
+    deadline_at: float
+    prompt: Sequence[int]
+    output: list[int]
+    until_index: int
+    pull: int | None = None
+    announced: list[int] = field(default_factory=list)  # sealed at the owner, and not bound yet
+    landed: set[int] = field(default_factory=set)
+    first: FirstToken | None = None  # of adopted blocks that wait for their turn
+    admitted: float | None = None
+    running_since: float | None = None
+    over: bool = False
+
+    @property
+    def key(self) -> JobKey:
+        return self.session, self.start.key
+
+    @property
+    def has_credit(self) -> bool:
+        """For the next token that a step here would produce; token 0 of the attempt is the prefill's."""
+        return max(len(self.output), self.start.emitted + 1) < self.until_index
+
+    def accept(self, token: Token) -> None:
+        """The sequence grows by a token, which the next step feeds."""
+        self.output.append(token.token_id)
+        self.slot.length = len(self.prompt) + len(self.output)
+        self.slot.credit = self.has_credit
+
+    def tokens(self, first: int, end: int) -> list[int]:
+        """Positions [first, end) of the sequence."""
+        split = len(self.prompt)
+        return [*self.prompt[first:end], *self.output[max(0, first - split) : max(0, end - split)]]
+
+    def row(self, eos: frozenset[int]) -> Row:
+        """A step's work: the newest token, at the last position."""
+        sample = SampleInput(self.start.params, len(self.output), self.prompt, self.output, eos)
+        return Row(self.slot.seat, self.output[-1:], self.slot.length - 1, self.slot.blocks, sample)
+
+    def times(self, now: float) -> StageTimes:
+        admitted = now if self.admitted is None else self.admitted
+        running = now if self.running_since is None else self.running_since
+        return StageTimes(queued=admitted - self.arrived, computed=now - running, transferred=running - admitted)
