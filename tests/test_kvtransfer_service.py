@@ -1,0 +1,316 @@
+"""Pull over real gRPC on loopback: bytes arrive, and every way of going wrong ends the pull on both sides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+
+import google_crc32c
+import grpc
+import grpc.aio
+import pytest
+from kvtransfer_cores import Owner, Puller, layout
+
+from engine.messages import BlocksSealed, Node, PullOpen, Reason, RequestKey, Ticket
+from engine.types import FinishReason
+from kvtransfer.actions import Action
+from kvtransfer.service import KvTransferService, PullClients
+from kvtransfer.ticket import layout_digest
+from protos import worker_pb2, worker_pb2_grpc
+from wire.channel import open_channel, open_server
+from wire.codec import pull_event_to_pb, pull_request_to_pb
+from wire.security import Security
+
+BLOCK_BYTES = 5 << 19  # two and a half messages
+
+
+class PullSide:
+    """A puller with its clients."""
+
+    def __init__(self, puller: Puller) -> None:
+        self.puller = puller
+        self.clients = PullClients(puller, puller.cache, self.apply, connect)
+
+    def apply(self, actions: list[Action]) -> None:
+        for action in actions:
+            self.clients.carry(action)
+
+    def start(self, ticket: Ticket, key: RequestKey) -> int:
+        pull, actions = self.puller.start(ticket, key, time.monotonic())
+        self.apply(actions)
+        return pull
+
+    def cancel(self, pull: int) -> None:
+        self.apply(self.puller.cancel(pull, time.monotonic()))
+
+
+class Pair(PullSide):
+    """A puller, and an owner with its server, in this process."""
+
+    def __init__(self, port: int, num_blocks: int = 16, block_bytes: int = BLOCK_BYTES) -> None:
+        super().__init__(Puller(num_blocks, block_bytes))
+        self.owner = Owner(num_blocks, block_bytes, Node("prefill-0", 77, f"127.0.0.1:{port}"))
+        self.service = KvTransferService(self.owner, self.owner.cache, self.apply_owner)
+        self.server = open_server(Security(), internal=True)
+        worker_pb2_grpc.add_KvTransferServiceServicer_to_server(self.service, self.server)
+        self.server.add_insecure_port(f"127.0.0.1:{port}")
+
+    def apply_owner(self, actions: list[Action]) -> None:
+        for action in actions:
+            self.service.carry(action)
+
+    def seal(self, ticket: Ticket, positions: Iterable[int]) -> None:
+        self.apply_owner(self.owner.seal(ticket.id, positions, time.monotonic()))
+
+    def finish(self, ticket: Ticket, finish_reason: FinishReason | None = None) -> None:
+        self.apply_owner(self.owner.finish(ticket.id, time.monotonic(), finish_reason))
+
+    def revoke(self, ticket: Ticket) -> None:
+        self.apply_owner(self.owner.revoke(ticket.id, time.monotonic()))
+
+    def expected(self, ticket: Ticket) -> list[bytes]:
+        return [bytes(self.owner.cache.block_bytes(block)) for block in self.owner.tables[ticket.id]]
+
+
+def connect(address: str) -> grpc.aio.Channel:
+    return open_channel(address, Security(), internal=True)
+
+
+@pytest.fixture
+async def pair(free_port: int) -> AsyncIterator[Pair]:
+    pair = Pair(free_port)
+    await pair.server.start()
+    try:
+        yield pair
+    finally:
+        await pair.clients.close()
+        await pair.server.stop(None)
+        assert len(pair.service) == len(pair.clients) == len(pair.puller.inbox) == 0
+        pair.owner.pool.audit(pair.owner.holders())
+        pair.puller.pool.audit(pair.puller.holders())
+
+
+async def until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.01)
+
+
+KEY = RequestKey(5, 1)
+PLACED = RequestKey(5, 1, 1)
+
+
+async def test_every_byte_arrives_while_the_prompt_is_still_being_computed(pair: Pair) -> None:
+    ticket = pair.owner.accept(KEY, 22, 0.0)
+    pull = pair.start(ticket, PLACED)
+    pair.seal(ticket, [0, 1])
+    await until(lambda: pair.clients.bytes_received == 2 * BLOCK_BYTES)
+    pair.seal(ticket, [2, 3, 4, 5])
+    expected = pair.expected(ticket)
+    pair.finish(ticket)
+    await until(lambda: pull in pair.puller.ready and not pair.owner.tables)
+    assert pair.puller.data(pull) == expected
+    assert [action.reason for action in pair.owner.freed] == [None]
+    await until(lambda: len(pair.service) == len(pair.clients) == 0)
+    assert pair.service.bytes_sent == pair.clients.bytes_received == 6 * BLOCK_BYTES
+
+
+async def test_a_second_puller_gets_all_of_it_after_the_first_one_left(pair: Pair) -> None:
+    ticket = pair.owner.accept(KEY, 8, 0.0)
+    pair.seal(ticket, [0, 1])
+    first = pair.start(ticket, PLACED)
+    await until(lambda: pair.clients.bytes_received == 2 * BLOCK_BYTES)
+    pair.cancel(first)
+    await until(lambda: first in pair.puller.drained and len(pair.service) == 0)
+    expected = pair.expected(ticket)
+    pair.finish(ticket)
+    second = pair.start(ticket, RequestKey(5, 1, 2))
+    await until(lambda: second in pair.puller.ready)
+    assert pair.puller.data(second) == expected
+
+
+async def test_a_cancelled_pull_gives_its_blocks_back_only_after_its_stream_is_over(pair: Pair) -> None:
+    ticket = pair.owner.accept(KEY, 40, 0.0)
+    pair.seal(ticket, range(10))
+    pull = pair.start(ticket, PLACED)
+    await until(lambda: pair.clients.bytes_received > 0)
+    pair.cancel(pull)
+    assert pull not in pair.puller.drained and pair.puller.inbox.draining
+    await until(lambda: pull in pair.puller.drained)
+    assert pair.puller.pool.available == 16
+    await until(lambda: len(pair.service) == 0)
+    assert ticket.id in pair.owner.outbox
+
+
+async def test_the_owner_s_end_fails_the_pull(pair: Pair) -> None:
+    ticket = pair.owner.accept(KEY, 8, 0.0)
+    pull = pair.start(ticket, PLACED)
+    await until(lambda: len(pair.service) == 1)
+    pair.revoke(ticket)
+    await until(lambda: pull in pair.puller.drained)
+    assert pair.puller.failed[pull] is Reason.STALE_TICKET
+
+
+async def test_an_owner_that_is_not_there_fails_the_pull(pair: Pair, free_ports: Callable[[int], list[int]]) -> None:
+    ticket = pair.owner.accept(KEY, 8, 0.0)
+    nobody = f"127.0.0.1:{free_ports(1)[0]}"
+    pull = pair.start(dataclasses.replace(ticket, owner=Node("prefill-9", 77, nobody)), PLACED)
+    await until(lambda: pull in pair.puller.drained)
+    assert pair.puller.failed[pull] is Reason.COPY_FAILED
+
+
+async def test_a_server_that_stops_fails_the_pull_at_once(pair: Pair) -> None:
+    ticket = pair.owner.accept(KEY, 8, 0.0)
+    pull = pair.start(ticket, PLACED)
+    await until(lambda: len(pair.service) == 1)
+    began = time.monotonic()
+    await pair.server.stop(None)
+    await until(lambda: pull in pair.puller.drained)
+    assert time.monotonic() - began < 1.5
+    assert len(pair.service) == 0
+
+
+async def test_token_0_that_ends_the_request_needs_no_blocks(pair: Pair) -> None:
+    ticket = pair.owner.accept(KEY, 8, 0.0)
+    pair.puller.bind_at_once = False
+    pull = pair.start(ticket, PLACED)
+    pair.finish(ticket, FinishReason.STOP)
+    await until(lambda: pull in pair.puller.drained and not pair.owner.tables)
+    assert pair.puller.ready[pull].first_token.finish_reason is FinishReason.STOP
+    assert pair.clients.bytes_received == 0
+
+
+async def test_quiet_streams_stay_open(pair: Pair) -> None:
+    ticket = pair.owner.accept(KEY, 8, 0.0)
+    pull = pair.start(ticket, PLACED)
+    await asyncio.sleep(4.5)
+    assert pull not in pair.puller.failed and len(pair.service) == 1
+    pair.cancel(pull)
+
+
+async def test_closing_the_clients_reports_every_pull_even_one_that_has_not_begun(pair: Pair) -> None:
+    ticket = pair.owner.accept(KEY, 8, 0.0)
+    old = pair.start(ticket, PLACED)
+    await until(lambda: len(pair.service) == 1)
+    new = pair.start(ticket, PLACED)
+    await pair.clients.close()
+    assert set(pair.puller.failed) == {old, new} == set(pair.puller.drained)
+
+
+# ---- peers that are not ours --------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def raw_call(pair: Pair) -> AsyncIterator[grpc.aio.StreamStreamCall]:
+    channel = connect(pair.owner.node.address)
+    call = worker_pb2_grpc.KvTransferServiceStub(channel).Pull()
+    try:
+        yield call
+    finally:
+        call.cancel()
+        await channel.close()
+
+
+def opening(ticket: Ticket) -> worker_pb2.PullRequest:
+    return pull_request_to_pb(PullOpen(ticket.id, PLACED, 77, "grpc", layout_digest(layout(BLOCK_BYTES))))
+
+
+async def test_a_silent_puller_loses_its_stream_after_three_seconds(pair: Pair) -> None:
+    ticket = pair.owner.accept(KEY, 8, 0.0)
+    async with raw_call(pair) as call:
+        await call.write(opening(ticket))
+        await until(lambda: len(pair.service) == 1)
+        began = time.monotonic()
+        await until(lambda: len(pair.service) == 0)
+        assert 2.5 < time.monotonic() - began < 4.5
+    assert ticket.id in pair.owner.outbox
+
+
+async def test_a_puller_that_does_not_read_holds_up_a_bounded_number_of_bytes(pair: Pair) -> None:
+    ticket = pair.owner.accept(KEY, 64, 0.0)
+    pair.seal(ticket, range(16))
+    async with raw_call(pair) as call:
+        await call.write(opening(ticket))
+        await call.write(worker_pb2.PullRequest(want=worker_pb2.PullWant(positions=range(16))))
+        for sequence in range(8):
+            await call.write(worker_pb2.PullRequest(heartbeat=worker_pb2.Heartbeat(sequence=sequence)))
+            await asyncio.sleep(0.25)
+        assert len(pair.service) == 1
+        assert pair.service.bytes_sent < 12 << 20
+        pair.revoke(ticket)  # its stream ends although nothing gets out
+        await until(lambda: len(pair.service) == 0)
+
+
+async def test_a_request_without_content_ends_its_own_stream_and_no_other(pair: Pair) -> None:
+    ticket = pair.owner.accept(KEY, 8, 0.0)
+    pull = pair.start(ticket, PLACED)
+    await until(lambda: len(pair.service) == 1)
+    for nonsense in (worker_pb2.PullRequest(), worker_pb2.PullRequest(done=worker_pb2.PullDone())):
+        async with raw_call(pair) as call:
+            await call.write(nonsense)
+            while await call.read() is not grpc.aio.EOF:
+                pass
+    await until(lambda: len(pair.service) == 1)
+    assert pull not in pair.puller.failed
+
+
+class Liar(worker_pb2_grpc.KvTransferServiceServicer):
+    """An owner that announces a block and sends something else."""
+
+    def __init__(self, owner: Owner, lies: Callable[[bytes], list[worker_pb2.BlockData | None]]) -> None:
+        self.owner = owner
+        self.lies = lies
+
+    async def Pull(self, request_iterator: AsyncIterator[object], context: grpc.aio.ServicerContext) -> None:
+        handle = self.owner.handles[0]
+        async for request in request_iterator:
+            if request.WhichOneof("request") == "open":
+                await context.write(pull_event_to_pb(BlocksSealed([handle])))
+            if request.WhichOneof("request") == "want":
+                for data in self.lies(bytes(self.owner.cache.block_bytes(handle.id))):
+                    await context.write(worker_pb2.PullEvent(data=data))
+
+
+def _data(position: int, offset: int, chunk: bytes, flip: int = 0) -> worker_pb2.BlockData:
+    crc = google_crc32c.value(chunk) ^ flip
+    return worker_pb2.BlockData(position=position, offset=offset, data=chunk, crc32c=crc)
+
+
+LIES: dict[str, Callable[[bytes], list[worker_pb2.BlockData | None]]] = {
+    "wrong checksum": lambda block: [_data(0, 0, block, flip=1)],
+    "wrong bytes under a right checksum": lambda block: [_data(0, 0, bytes(len(block)))],
+    "position out of range": lambda block: [_data(2**31, 0, block)],
+    "position not asked for": lambda block: [_data(1, 0, block)],
+    "offset beyond the block": lambda block: [_data(0, len(block), block)],
+    "huge offset": lambda block: [_data(0, 2**63, block)],
+    "more bytes than a block": lambda block: [_data(0, 0, block + b"x")],
+    "a gap": lambda block: [_data(0, 0, block[:8]), _data(0, 16, block[16:])],
+    "an overlap": lambda block: [_data(0, 0, block[:8]), _data(0, 4, block[4:])],
+    "no bytes": lambda block: [_data(0, 0, b"")],
+    "the same block twice": lambda block: [_data(0, 0, block), _data(0, 0, block)],
+    "an event without content": lambda block: [None],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_bytes_that_are_not_what_was_announced_fail_the_pull(lie: str, free_port: int) -> None:
+    owner = Owner(16, 32, Node("prefill-0", 77, f"127.0.0.1:{free_port}"))
+    ticket = owner.accept(KEY, 8, 0.0)
+    owner.seal(ticket.id, [0], 0.0)
+    server = open_server(Security(), internal=True)
+    worker_pb2_grpc.add_KvTransferServiceServicer_to_server(Liar(owner, LIES[lie]), server)
+    server.add_insecure_port(f"127.0.0.1:{free_port}")
+    await server.start()
+    near = PullSide(Puller(16, 32))
+    try:
+        pull = near.start(ticket, PLACED)
+        await until(lambda: pull in near.puller.drained)
+        assert near.puller.failed[pull] is Reason.COPY_FAILED
+        assert near.puller.pool.available == 16
+    finally:
+        await near.clients.close()
+        await server.stop(None)
