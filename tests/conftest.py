@@ -9,12 +9,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import socket
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import psutil
 import pytest
 import uvloop
+from process_cluster import Cluster, running_cluster
 
 GRACE = 3.0  # seconds that processes and tasks have to end after their test
 
@@ -54,7 +58,7 @@ def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves a child process; set up first, so that it looks after every other fixture is done."""
     before = set(psutil.Process().children(recursive=True))
     yield
-    allowed = before
+    allowed = before | _shared_processes(request.config)
     deadline = time.monotonic() + GRACE
     while left := [child for child in psutil.Process().children(recursive=True) if child not in allowed]:
         if time.monotonic() > deadline:
@@ -87,3 +91,48 @@ def _command_line(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return "(gone)"
+
+
+# ---- real processes -----------------------------------------------------------------------------------------------
+
+SHARED_CLUSTER = pytest.StashKey[Cluster]()
+
+
+@pytest.fixture(scope="session")
+def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the session's random models are made, once."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_cache: Path
+) -> Iterator[Cluster]:
+    """Router, one prefill and one decode worker on random:tiny. Shared by the session: never kill a part of it."""
+    with running_cluster(tmp_path_factory.mktemp("cluster"), cache_dir=model_cache) as running:
+        request.config.stash[SHARED_CLUSTER] = running
+        yield running
+
+
+@pytest.fixture
+def start_cluster(tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., Cluster]]:
+    """start_cluster(prefill=2, decode=2, block_size=16, ...): one for this test alone, to be killed as it likes."""
+    with ExitStack() as stack:
+
+        def start(**options: object) -> Cluster:
+            log_dir = Path(tempfile.mkdtemp(dir=tmp_path))
+            return stack.enter_context(running_cluster(log_dir, **{"cache_dir": model_cache, **options}))
+
+        yield start
+
+
+def _shared_processes(config: pytest.Config) -> set[psutil.Process]:
+    shared = config.stash.get(SHARED_CLUSTER, None)
+    if shared is None:
+        return set()
+    allowed = set()
+    for pid in shared.pids():
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            allowed |= {process, *process.children(recursive=True)}
+    return allowed

@@ -70,7 +70,7 @@ BANNED_MODULES = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "marshal
 BANNED_CALLS = frozenset({"eval", "exec", "yaml.load", "torch.load", "os.system", "tempfile.mktemp"})
 BANNED_FILE_NAMES = frozenset({"utils.py", "util.py", "common.py", "helpers.py", "helper.py", "misc.py"})
 
-MAX_FILE_LINES = 500  # the aim is 250
+MAX_FILE_LINES = 600  # the aim is 250
 LONGER_FILES = {"wire/codec.py": 700}  # one pair of functions per message, nothing else
 MAX_FUNCTION_LINES = 80  # the aim is 40
 
@@ -236,15 +236,19 @@ def test_nothing_that_runs_what_it_reads() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_handler_catches_everything() -> None:
+def test_no_handler_swallows_everything() -> None:
+    """A handler of Exception raises again, or is a border that logs the traceback."""
     wrong = []
     for path in sources():
         for node in ast.walk(tree(path)):
             if not isinstance(node, ast.ExceptHandler):
                 continue
             caught = ast.unparse(node.type) if node.type else "everything"
-            reraises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
-            if caught in ("everything", "Exception", "BaseException") and not reraises:
+            if caught not in ("everything", "Exception", "BaseException"):
+                continue
+            inside = list(ast.walk(node))
+            raises = any(isinstance(inner, ast.Raise) for inner in inside)
+            if not raises and not any(call_name(inner).endswith(".exception") for inner in inside):
                 wrong.append(f"{relative(path)}:{node.lineno} catches {caught}")
     assert not wrong, "\n".join(wrong)
 

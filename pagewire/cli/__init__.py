@@ -1,0 +1,186 @@
+"""The `pagewire` command: what a user types. `main` is its entry point.
+
+Every command imports what it needs inside its function, so that --help answers at once. A command that fails says
+one sentence on stderr and exits with a status other than 0; nobody sees a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pagewire.cli.failure import CommandFailed
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+# One line per paragraph: typer wraps them to the terminal.
+HELP = "\n\n".join(
+    (
+        "Serve a language model with separate prefill and decode workers that exchange paged KV blocks by id.",
+        "`pagewire up` starts a router and its workers on this machine. In another terminal, `pagewire chat` and "
+        '`pagewire generate "..."` talk to them, `pagewire ps` lists the workers and `pagewire health` says whether '
+        "they are ready. Ctrl-C ends `up`: requests that run may finish first.",
+    )
+)
+
+app = typer.Typer(
+    name="pagewire",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=HELP,
+)
+
+Address = Annotated[str, typer.Option(help="The router's gRPC address, host:port.")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Stop after so many tokens (default: as many as fit).")]
+Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, help="0 always takes the likeliest token.")]
+TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this total mass.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same text.")]
+
+
+@app.command()
+def up(
+    model: Annotated[
+        str, typer.Option(help="A directory, a .gguf file, a name in the Hugging Face cache, smollm2, or random:SHAPE.")
+    ] = "smollm2",
+    prefill: Annotated[int, typer.Option(min=1, help="How many prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="How many decode workers.")] = 1,
+    host: Annotated[str, typer.Option(help="Where the router listens; workers stay on 127.0.0.1.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The router's gRPC port.")] = 50051,
+    prefill_port: Annotated[int, typer.Option(help="Of the first prefill worker; the n-th adds n - 1.")] = 50061,
+    decode_port: Annotated[int, typer.Option(help="Of the first decode worker; the n-th adds n - 1.")] = 50071,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Compute threads per worker (default: cores / workers).")
+    ] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="KV pool of each worker, such as 512MiB (default: 1GiB).")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens per KV block: 16, 32, 64 or 128 (default: 16).")
+    ] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences in one step.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Prompt tokens in one step.")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Where converted models are kept.")] = None,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that running requests have at the end.")] = 30.0,
+    demo: Annotated[
+        str | None, typer.Option(metavar="PROMPT", help="Answer this prompt, print what it took, and stop.")
+    ] = None,
+) -> None:
+    """Start a router, prefill workers and decode workers on this machine, and keep them until Ctrl-C."""
+    from pagewire.cli.deployment import Topology
+    from pagewire.cli.up import up as run_up
+
+    topology = Topology(
+        model=model,
+        host=host,
+        port=port,
+        prefill=prefill,
+        decode=decode,
+        prefill_port=prefill_port,
+        decode_port=decode_port,
+        threads=threads,
+        kv_memory=kv_memory,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        cache_dir=cache_dir,
+    )
+    _run(run_up(topology, demo, grace))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; without it, it is read from standard input.")
+    ] = None,
+    address: Address = DEFAULT_ADDRESS,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Print token counts and times to stderr at the end.")] = False,
+) -> None:
+    """Answer one prompt, from the argument or from standard input, and stream the text to standard output."""
+    from pagewire.cli.ask import generate as run_generate
+
+    text = sys.stdin.read() if prompt is None else prompt
+    sampling = _sampling(max_tokens, temperature, top_p, seed)
+    _run(run_generate(address, text, sampling, raw=raw, stats=stats))
+
+
+@app.command()
+def chat(
+    address: Address = DEFAULT_ADDRESS,
+    system: Annotated[str | None, typer.Option(help="A system message before the first turn.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+) -> None:
+    """Talk with the model over several turns; /help lists what else can be typed."""
+    from pagewire.cli.ask import chat as run_chat
+
+    _run(run_chat(address, system, _sampling(max_tokens, temperature, top_p, seed)))
+
+
+@app.command()
+def ps(address: Address = DEFAULT_ADDRESS) -> None:
+    """List the workers that the router knows, with their KV blocks."""
+    from pagewire.cli.status import ps as run_ps
+
+    _run(run_ps(address))
+
+
+@app.command()
+def health(
+    address: Address = DEFAULT_ADDRESS,
+    service: Annotated[
+        str, typer.Option(help="The gRPC service that must be ready; empty asks only whether the process is alive.")
+    ] = "pagewire.v1.GenerationService",
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the answer.")] = 2.0,
+) -> None:
+    """Exit with status 0 if the server is ready, else 1: for container and service managers."""
+    from pagewire.cli.status import health as run_health
+
+    _run(run_health(address, service, timeout))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib import metadata
+
+    typer.echo(metadata.version("pagewire"))
+
+
+def _sampling(max_tokens: int | None, temperature: float, top_p: float, seed: int | None) -> Any:
+    from engine.types import InvalidField, SamplingParams
+
+    try:
+        return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    except InvalidField as error:
+        raise CommandFailed(str(error), exit_code=2) from None
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    import asyncio
+
+    asyncio.run(work)
+
+
+def main() -> None:
+    try:
+        app(prog_name="pagewire")
+    except CommandFailed as failure:
+        typer.echo(f"pagewire: {failure}", err=True)
+        sys.exit(failure.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output left, as `| head` does
+        sys.stderr.close()
+        sys.exit(141)

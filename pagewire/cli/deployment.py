@@ -1,0 +1,194 @@
+"""A router and its workers on this host: which processes, on which ports, and their life from start to drain.
+
+`programs` is pure. Deployment starts them, tells when all are ready or one has died, and stops them in order:
+the router drains first, then the workers, so that running requests can finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagewire.cli.failure import CommandFailed
+from pagewire.cli.processes import Child, Program
+
+ROUTER_SERVICE = "pagewire.v1.GenerationService"
+WORKER_SERVICES = {"prefill": "pagewire.v1.PrefillService", "decode": "pagewire.v1.DecodeService"}
+MODULES = {"prefill": "prefill_service", "decode": "decode_service"}
+WORKER_HOST = "127.0.0.1"  # workers talk to this host's router and to each other only
+HEALTH_INTERVAL = 0.1  # seconds between two looks at a process that is not ready yet
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """What `pagewire up` was asked for. None leaves a value to the worker's own default."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 50051
+    prefill: int = 1
+    decode: int = 1
+    prefill_port: int = 50061
+    decode_port: int = 50071
+    threads: int | None = None
+    kv_memory: str | None = None
+    block_size: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    cache_dir: Path | None = None
+
+    @property
+    def address(self) -> str:
+        """Where a client on this host reaches the router."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        return f"{host}:{self.port}"
+
+    def workers(self) -> Iterator[tuple[str, int, int]]:
+        """(role, number from 1, port): the n-th worker of a kind adds n - 1 to its kind's port."""
+        for role, count, first in (
+            ("prefill", self.prefill, self.prefill_port),
+            ("decode", self.decode, self.decode_port),
+        ):
+            for number in range(1, count + 1):
+                yield role, number, first + number - 1
+
+
+def programs(topology: Topology) -> list[Program]:
+    """The router first, then the workers."""
+    python = (sys.executable, "-P", "-m")
+    addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
+    workers = []
+    for role, number, port in topology.workers():
+        address = f"{WORKER_HOST}:{port}"
+        addresses[role].append(address)
+        argv = (*python, MODULES[role], "--host", WORKER_HOST, "--port", str(port), *_worker_flags(topology))
+        workers.append(Program(f"{role}-{number}", role, argv, address, WORKER_SERVICES[role]))
+    argv = (*python, "router", "--host", topology.host, "--port", str(topology.port), *_model_flags(topology))
+    for role, known in addresses.items():
+        argv += (f"--{role}", ",".join(known))
+    return [Program("router", "router", argv, topology.address, ROUTER_SERVICE), *workers]
+
+
+def _model_flags(topology: Topology) -> tuple[str, ...]:
+    cache = ("--cache-dir", str(topology.cache_dir)) if topology.cache_dir else ()
+    return ("--model", topology.model, "--exit-with-parent", *cache)
+
+
+def _worker_flags(topology: Topology) -> tuple[str, ...]:
+    values = {
+        "--threads": topology.threads,
+        "--kv-memory": topology.kv_memory,
+        "--block-size": topology.block_size,
+        "--max-num-seqs": topology.max_num_seqs,
+        "--max-num-batched-tokens": topology.max_num_batched_tokens,
+    }
+    given = [part for flag, value in values.items() if value is not None for part in (flag, str(value))]
+    count = topology.prefill + topology.decode
+    return (*_model_flags(topology), "--workers-on-host", str(count), *given)
+
+
+def check_ports(topology: Topology) -> None:
+    """Raises CommandFailed naming the first taken port, who holds it, and the flag that chooses another."""
+    from wire.ports import PortTaken, check_free
+
+    wanted = [("--port", topology.host, topology.port)]
+    wanted += [(f"--{role}-port", WORKER_HOST, port) for role, _, port in topology.workers()]
+    seen: dict[int, str] = {}
+    for flag, host, port in wanted:
+        if not 1 <= port <= 65535:
+            raise CommandFailed(f"{flag} must be in [1, 65535], got {port}")
+        if port in seen:
+            raise CommandFailed(f"port {port} is asked for twice, by {seen[port]} and by {flag}")
+        seen[port] = flag
+        try:
+            check_free(host, port)
+        except PortTaken as error:
+            raise CommandFailed(str(error).replace("--port", flag)) from None
+
+
+class Died(CommandFailed):
+    """A process of the deployment ended by itself."""
+
+    def __init__(self, child: Child) -> None:
+        log = "".join(f"\n  {line}" for line in child.last_lines()) or "\n  (it printed nothing)"
+        super().__init__(f"{child.program.name} (pid {child.pid}) {child.how_it_ended()}; its last lines:{log}")
+        self.child = child
+
+
+class Deployment:
+    """The processes that were started. The caller awaits `stop` whatever happens, also when `start` was interrupted.
+
+    Logs are kept only if a process ended by itself.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self.log_dir = Path(tempfile.mkdtemp(prefix="pagewire-"))
+        self.children: list[Child] = []
+        self._grace = grace
+        self._keep_logs = False
+        self._dead: set[Child] = set()
+
+    async def start(self, wanted: list[Program]) -> None:
+        for program in wanted:
+            self.children.append(await Child.start(program, self.log_dir))
+
+    async def until_ready(self, on_ready: Callable[[Child], None]) -> None:
+        """Returns when every process says that it is ready; raises Died if one ends before."""
+        death = asyncio.ensure_future(self.next_death())
+        ready = asyncio.gather(*(self._ready(child, on_ready) for child in self.children))
+        try:
+            await asyncio.wait({death, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if death.done():
+                raise death.result()
+            await ready
+        finally:
+            death.cancel()
+            ready.cancel()
+            await asyncio.gather(death, ready, return_exceptions=True)
+
+    async def next_death(self) -> Died:
+        """Waits until a process that was running ends by itself."""
+        waits = {asyncio.ensure_future(child.wait()): child for child in self.children if child not in self._dead}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        child = waits[done.pop()]
+        self._dead.add(child)
+        self._keep_logs = True
+        await child.kill()
+        return Died(child)
+
+    def can_serve(self) -> bool:
+        """The router and at least one worker of each kind are running."""
+        return {child.program.role for child in self.children if child.running} == {"router", *MODULES}
+
+    async def stop(self) -> None:
+        """Drains: the router first, then all workers at once. Nothing is left when it returns."""
+        for stage in (("router",), tuple(MODULES)):
+            children = [child for child in self.children if child.program.role in stage]
+            await asyncio.gather(*(child.stop(self._grace) for child in children))
+        if not self._keep_logs:
+            shutil.rmtree(self.log_dir, ignore_errors=True)
+
+    async def kill(self) -> None:
+        await asyncio.gather(*(child.kill() for child in self.children))
+
+    async def _ready(self, child: Child, on_ready: Callable[[Child], None]) -> None:
+        from wire.channel import open_channel
+        from wire.health import is_ready
+        from wire.security import Security
+
+        channel = open_channel(child.program.address, Security(), internal=False)
+        try:
+            while not await is_ready(channel, child.program.service, timeout=1.0):
+                await asyncio.sleep(HEALTH_INTERVAL)
+        finally:
+            await channel.close()
+        on_ready(child)
