@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import uvloop
-from process_cluster import Cluster, running_cluster
+from cluster import Cluster, running_cluster
 
 GRACE = 3.0  # seconds that processes and tasks have to end after their test
 
