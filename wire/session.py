@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -85,7 +85,7 @@ async def serve(
     worker: Worker,
     from_pb: Callable[[Any], Any],
     to_pb: Callable[[Any], Any],
-) -> AsyncIterator[Any]:
+) -> AsyncGenerator[Any, None]:
     """The worker's half: the body of an Attach handler. Yields what to send; its load goes out every second."""
     router = await _read_hello(requests, context, from_pb)
     outbound: Outbound[Any] = Outbound()
