@@ -40,9 +40,7 @@ def sample(logits: Tensor, inputs: Sequence[SampleInput]) -> list[Token]:
         token_ids = torch.stack(picks)
     ids: list[int] = token_ids.tolist()
     reports = _reports(logits, token_ids, inputs)
-    return [
-        Token(one.index, token_id, report) for one, token_id, report in zip(inputs, ids, reports, strict=True)
-    ]
+    return [Token(one.index, token_id, report) for one, token_id, report in zip(inputs, ids, reports, strict=True)]
 
 
 def prompt_logprobs(logits: Tensor, targets: Sequence[int], k: int) -> list[TokenLogprob]:
