@@ -1,0 +1,99 @@
+"""Puts the router together once its port is open, runs it, and drains it.
+
+Owns the tasks: ticks, sessions, readiness, counts. The order is fixed: the model's text, then the workers, then
+ready. This module imports everything heavy, so __main__ loads it after the process answers its health check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Callable
+
+from router.config import Settings
+from router.dispatch import Dispatcher
+from router.driver import Driver
+from router.metrics import Counts
+from router.preparing import ServedModel, prepare
+from router.servicer import Deadlines, GenerationService
+from router.sessions import Sessions
+from router.text.model import TextModel
+from router.workers import Role
+from wire.health import Health
+from wire.logs import get_logger
+
+log = get_logger("router")
+
+LOOK_S = 0.05  # how often readiness and the end of a drain are looked at
+
+
+class Router:
+    """`say` prints one line for whoever started the process."""
+
+    def __init__(self, settings: Settings, health: Health, say: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._health = health
+        self._say = say
+        self._model = ServedModel(settings.names[0] if settings.names else settings.model)
+        self._counts = Counts()
+        self._dispatcher = Dispatcher(settings.core, random.Random(secrets.randbits(128)), time.monotonic())
+        self._sessions = Sessions(f"router-{settings.port}", settings.targets, settings.security)
+        self._driver = Driver(self._dispatcher, self._sessions.send)
+        self.service = GenerationService(
+            self._model.get,
+            self._driver,
+            self._counts,
+            Deadlines(settings.default_deadline, settings.max_deadline),
+        )
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set and what was running has ended, or had its grace. Raises CannotPrepare, NoTokenizer."""
+        work = [self._driver.run(), self._serve(), self._watch(stop), self._counts.report()]
+        tasks = [asyncio.create_task(each) for each in work]
+        stopping = asyncio.create_task(self._until_drained(stop))
+        try:
+            done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # what ended by itself did so by an error
+        finally:
+            for task in (*tasks, stopping):
+                task.cancel()
+            await asyncio.gather(*tasks, stopping, return_exceptions=True)
+            self._model.close()
+
+    async def _serve(self) -> None:
+        settings = self._settings
+        prepared = await prepare(settings.model, settings.cache_dir, self._model.progress)
+        names = settings.names or (prepared.name,)
+        self._model.progress("loading the tokenizer")
+        self._model.set(await asyncio.to_thread(TextModel, names, prepared.directory))
+        await self._sessions.run(self._driver, prepared.digest)
+
+    async def _watch(self, stop: asyncio.Event) -> None:
+        """Health says ready exactly while a request could be served."""
+        was_ready = False
+        while True:
+            ready = self._model.ready and self._dispatcher.workers.ready() and not stop.is_set()
+            if ready != was_ready:
+                await self._health.set_ready(ready)
+                self._say("ready" if ready else "not ready: " + ("draining" if stop.is_set() else self._missing()))
+                was_ready = ready
+            await asyncio.sleep(LOOK_S)
+
+    def _missing(self) -> str:
+        workers = self._dispatcher.workers
+        return "; ".join(workers.why_none(role) for role in Role if not workers.eligible(role))
+
+    async def _until_drained(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        self._dispatcher.close()
+        grace = self._settings.grace
+        until = time.monotonic() + grace
+        if not self._dispatcher.idle:
+            self._say(f"draining: {len(self._dispatcher.flows)} requests have {grace:g} s to end; "
+                      "a second signal ends at once")  # fmt: skip
+        while not self._dispatcher.idle and time.monotonic() < until:
+            await asyncio.sleep(LOOK_S)
+        self._driver.hand_back()

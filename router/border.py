@@ -1,0 +1,92 @@
+"""Between the gRPC server and the service: what every call of the public API goes through.
+
+Reads the request's bytes without letting a bad one become INTERNAL, gives a RequestError its status and details,
+and turns what nobody foresaw into INTERNAL with an id, under which the log has the traceback. Knows no request.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from protos import generation_pb2, generation_pb2_grpc
+from router.status import RequestError, abort
+from wire.logs import get_logger
+
+log = get_logger("border")
+
+SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+
+
+class _Unreadable:
+    """Stands in for a request that could not be read."""
+
+    def __init__(self, name: str) -> None:
+        self.sentence = f"the request is no {name}, or one of its text fields is not valid UTF-8"
+
+
+def add_to_server(
+    service_of: Callable[[], generation_pb2_grpc.GenerationServiceServicer | None], server: grpc.aio.Server
+) -> None:
+    """As the generated function of that name, with the border around each handler.
+
+    `service_of` gives None as long as the process is starting.
+    """
+    methods = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].methods
+    handlers = {}
+    for method in methods:
+        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        request: type[Message] = getattr(generation_pb2, method.input_type.name)
+        response: type[Message] = getattr(generation_pb2, method.output_type.name)
+        handlers[method.name] = make(
+            _bordered(service_of, method.name),
+            request_deserializer=_reader(request),
+            response_serializer=response.SerializeToString,
+        )
+    server.add_registered_method_handlers(SERVICE, handlers)
+
+
+def _reader(kind: type[Message]) -> Callable[[bytes], Message | _Unreadable]:
+    def read(data: bytes) -> Message | _Unreadable:
+        try:
+            return kind.FromString(data)
+        except DecodeError:
+            return _Unreadable(kind.DESCRIPTOR.name)
+
+    return read
+
+
+def _bordered(service_of: Callable[[], Any], name: str) -> Callable[..., Any]:
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            if isinstance(request, _Unreadable):
+                raise RequestError("INVALID_ARGUMENT", request.sentence, reason="UNREADABLE")
+            if (service := service_of()) is None:
+                raise RequestError("UNAVAILABLE", "the router is starting: try again in a second", retry_after=1.0)
+            return await _guarded(getattr(service, name), name, request, context)
+        except RequestError as error:
+            await abort(context, error)
+
+    return call
+
+
+async def _guarded(
+    handler: Callable[[Any, grpc.aio.ServicerContext], Any], name: str, request: Any, context: grpc.aio.ServicerContext
+) -> Any:
+    try:
+        return await handler(request, context)
+    except (RequestError, grpc.aio.BaseError):
+        raise
+    except Exception as error:
+        error_id = secrets.token_hex(8)
+        log.exception("call_broke", method=name, error_id=error_id)
+        raise RequestError(
+            "INTERNAL",
+            f"an internal error ended the request; the router's log has it under the id {error_id}",
+            facts={"error_id": error_id},
+        ) from error

@@ -1,0 +1,234 @@
+"""READ FIRST: a request's life in the router, from the client's call to its last word.
+
+1. `Generate` or `GenerateStream` arrives. validate.py checks every field; a bad one ends the call here, by name.
+2. The prompt becomes token ids in the text executor (text/model.py), off the event loop. Its deadline is the
+   client's, or this router's default, never more than its maximum.
+3. Each of the n choices is one request to the Dispatcher (dispatch.py, sans-IO), by way of the Driver (driver.py).
+   The Dispatcher refuses it with numbers, or queues it, or places it: PrefillStart to the least loaded prefill
+   worker, and once that has accepted, DecodeStart with its ticket to a decode worker. flow.py has the states.
+4. Workers speak on their sessions (sessions.py). Every token comes through the Dispatcher, which keeps the log and
+   moves the request to other workers when one dies; the call never notices.
+5. The tokens land in the Call's queue. generation.py hands them to each choice's answer.py, which turns them into
+   text, finds stop strings and drops what follows.
+6. The client gets Started, then deltas, then Finished; `consumed` gives back credit as it reads, so a slow reader
+   slows its own request and fills no memory.
+7. Whatever ends the call (its last token, an error, the deadline, a client that left), `close` cancels what still
+   runs at the workers, in the same turn of the loop.
+
+Errors are raised as RequestError wherever they are found; border.py gives them their status and details.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+
+import grpc.aio
+
+from engine.types import InvalidField
+from protos import generation_pb2 as gpb
+from protos import generation_pb2_grpc
+from router.admission import Rejected, limit_of
+from router.answer import Piece
+from router.driver import Call, Driver
+from router.generation import Generation, joined
+from router.metrics import Counts
+from router.status import RequestError
+from router.text.model import Prompt, TextModel
+from router.validate import (
+    ChatPrompt,
+    Chunking,
+    TextPrompt,
+    TokenPrompt,
+    check_chunking,
+    check_detokenize,
+    check_generate,
+    check_tokenize,
+    invalid,
+)
+from router.workers import Role, Worker
+from wire.codec import logprob_to_pb, to_duration
+
+AT_ONCE = Chunking()
+MOST_WRITE_S = 60.0  # the dispatcher ends a request whose client lags much sooner; this ends the call itself
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds. A client that sets no deadline gets the default; none gets more than the maximum."""
+
+    default: float = 600.0
+    maximum: float = 3600.0
+
+    def of(self, context: grpc.aio.ServicerContext) -> float:
+        remaining = context.time_remaining()
+        return self.default if remaining is None else max(0.0, min(remaining, self.maximum))
+
+
+class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
+    """`model` gives the served model, or raises RequestError while it is being prepared."""
+
+    def __init__(
+        self,
+        model: Callable[[], TextModel],
+        driver: Driver,
+        counts: Counts,
+        deadlines: Deadlines,
+    ) -> None:
+        self._model = model
+        self._driver = driver
+        self._counts = counts
+        self._deadlines = deadlines
+        self._started_at = time.monotonic()
+
+    # ---- generating -----------------------------------------------------------------------------------------
+
+    async def Generate(self, request: gpb.GenerateRequest, context: grpc.aio.ServicerContext) -> gpb.GenerateResponse:
+        generation = await self._begin(request, context)
+        pieces: dict[int, list[Piece]] = defaultdict(list)
+        try:
+            while not generation.over:
+                for index, piece in await generation.pieces(AT_ONCE):
+                    pieces[index].append(piece)
+                    generation.consumed(index)
+            return gpb.GenerateResponse(
+                request_id=generation.request_id,
+                model=generation.model.names[0],
+                choices=[generation.choice(index, joined(parts)) for index, parts in sorted(pieces.items())],
+                prompt_logprobs=map(logprob_to_pb, generation.prompt_logprobs),
+                usage=generation.usage(),
+                timing=generation.timing(),
+            )
+        finally:
+            generation.close()
+
+    async def GenerateStream(self, request: gpb.GenerateStreamRequest, context: grpc.aio.ServicerContext) -> None:
+        chunking = check_chunking(request)
+        generation = await self._begin(request.request, context)
+        started = False
+        try:
+            while not generation.over:
+                pieces = await generation.pieces(chunking if started else AT_ONCE)
+                if generation.begun and not started:
+                    started = True
+                    await _write(context, generation.event(started=generation.started()))
+                for index, piece in pieces:
+                    if generation.shows(piece):
+                        await _write(context, generation.event(delta=generation.choice(index, piece)))
+                    generation.consumed(index)
+            finished = gpb.GenerateStreamResponse.Finished(usage=generation.usage(), timing=generation.timing())
+            await _write(context, generation.event(finished=finished))
+        finally:
+            generation.close()
+
+    async def _begin(self, request: gpb.GenerateRequest, context: grpc.aio.ServicerContext) -> Generation:
+        """Checks, tokenizes and submits every choice. Whoever gets the generation closes it."""
+        began = time.monotonic()
+        model = self._model()
+        checked = check_generate(request, model)
+        prompt = await _encode(checked.source, model)
+        if not prompt.token_ids:
+            raise RequestError("INVALID_ARGUMENT", "the prompt is empty: it has no tokens", field="prompt")
+        generation = Generation(checked, prompt, model, Call(self._driver), self._counts, began)
+        submitted = False
+        try:
+            generation.submit(self._deadlines.of(context))
+            submitted = True
+        except Rejected as error:
+            raise RequestError.from_rejected(error) from error
+        finally:
+            if not submitted:
+                generation.close()
+        return generation
+
+    # ---- text -----------------------------------------------------------------------------------------------
+
+    async def Tokenize(self, request: gpb.TokenizeRequest, context: grpc.aio.ServicerContext) -> gpb.TokenizeResponse:
+        model = self._model()
+        prompt = await _encode(check_tokenize(request, model), model, request.add_special_tokens)
+        return gpb.TokenizeResponse(token_ids=prompt.token_ids, max_model_len=self._max_model_len(model))
+
+    async def Detokenize(
+        self, request: gpb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> gpb.DetokenizeResponse:
+        model = self._model()
+        return gpb.DetokenizeResponse(text=await model.decode(check_detokenize(request, model)))
+
+    # ---- about this server ----------------------------------------------------------------------------------
+
+    async def ListModels(
+        self, request: gpb.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> gpb.ListModelsResponse:
+        model = self._model()
+        length = self._max_model_len(model)
+        cards = [gpb.Model(id=name, root=model.names[0], max_model_len=length) for name in model.names]
+        return gpb.ListModelsResponse(models=cards)
+
+    async def GetServerInfo(
+        self, request: gpb.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> gpb.GetServerInfoResponse:
+        workers = self._driver.dispatcher.workers
+        return gpb.GetServerInfoResponse(
+            version=metadata.version("pagewire"),
+            uptime=to_duration(time.monotonic() - self._started_at),
+            prefill_workers=len(workers.eligible(Role.PREFILL)),
+            decode_workers=len(workers.eligible(Role.DECODE)),
+            workers=map(_worker_status, workers.all()),
+        )
+
+    def _max_model_len(self, model: TextModel) -> int:
+        """What the workers allow, or the model's own length as long as none is there."""
+        limit = limit_of(self._driver.dispatcher.workers)
+        return limit.tokens if limit is not None else model.max_model_len
+
+
+async def _encode(
+    source: TextPrompt | TokenPrompt | ChatPrompt, model: TextModel, add_special_tokens: bool = True
+) -> Prompt:
+    try:
+        match source:
+            case TokenPrompt():
+                return Prompt(source.token_ids)
+            case TextPrompt():
+                return await model.encode_text(source.text, add_special_tokens)
+            case ChatPrompt():
+                return await model.encode_chat(source.messages, source.arguments)
+    except InvalidField as error:
+        raise invalid(error) from error
+    except Rejected as error:
+        raise RequestError.from_rejected(error) from error
+
+
+async def _write(context: grpc.aio.ServicerContext, message: gpb.GenerateStreamResponse) -> None:
+    """Sends a message; returns when the transport has taken it, which a client that does not read prevents."""
+    try:
+        async with asyncio.timeout(MOST_WRITE_S):
+            await context.write(message)
+    except TimeoutError as error:
+        raise RequestError(
+            "RESOURCE_EXHAUSTED", f"slow consumer: the client has read nothing for {MOST_WRITE_S:g} s"
+        ) from error
+
+
+def _worker_status(worker: Worker) -> gpb.WorkerStatus:
+    hello, load = worker.hello, worker.load
+    return gpb.WorkerStatus(
+        role=worker.role.value,
+        address=worker.address,
+        accepting=worker.eligible,
+        reason="" if worker.eligible else worker.mismatch or "is draining",
+        dtype=hello.layout.dtype,
+        block_size=hello.layout.block_size,
+        block_bytes=hello.layout.block_bytes,
+        total_blocks=hello.total_blocks,
+        free_blocks=load.free_blocks,
+        leased_blocks=load.leased_blocks,
+        running=load.running,
+        waiting=load.waiting,
+        transports=[offer.kind for offer in hello.transports],
+        pulled_blocks=load.pulled_blocks,
+    )

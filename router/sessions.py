@@ -1,0 +1,174 @@
+"""The router's sessions: one task for every worker address, which attaches, reports, and attaches again.
+
+Owns the channels to the workers and what waits to be sent on them. A worker is named by host:port; a host name is
+looked up every few seconds, and each of its addresses is a worker. Knows nothing of requests: what workers say goes
+to the driver, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.messages import RouterHello, WorkerHello
+from protos import worker_pb2_grpc
+from router.actions import ToWorker
+from router.config import split_target
+from router.driver import Driver
+from router.workers import Role
+from wire import codec
+from wire.channel import open_channel
+from wire.logs import get_logger
+from wire.security import Security
+from wire.session import Outbound, SessionOver, attach
+
+log = get_logger("sessions")
+
+RESOLVE_S = 3.0
+FIRST_BACKOFF_S = 0.1
+MOST_BACKOFF_S = 2.0
+UNUSABLE_S = 5.0  # how long a worker that must not be used is left alone
+
+_Codec = tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any]]
+_CODECS: dict[Role, _Codec] = {
+    Role.PREFILL: (worker_pb2_grpc.PrefillServiceStub, codec.prefill_event_from_pb, codec.prefill_command_to_pb),
+    Role.DECODE: (worker_pb2_grpc.DecodeServiceStub, codec.decode_event_from_pb, codec.decode_command_to_pb),
+}
+
+
+class Sessions:
+    def __init__(self, name: str, targets: Sequence[tuple[Role, str]], security: Security) -> None:
+        self._name = name
+        self._incarnation = secrets.randbits(64)
+        self._session = 0
+        self._model_digest = b""
+        self._targets = tuple(targets)
+        self._security = security
+        self._outbound: dict[tuple[Role, str], Outbound[Any]] = {}  # of the sessions that have greeted
+        self._resolved: dict[tuple[Role, str], frozenset[str]] = {}  # addresses of each target, as last looked up
+        self._tasks: dict[tuple[Role, str], asyncio.Task[None]] = {}
+        self._known: dict[int, str] = {}  # incarnation of each attached worker process: its address
+
+    def send(self, action: ToWorker) -> None:
+        """A command for a session that is gone is dropped: its end says all that the command could have said."""
+        outbound = self._outbound.get((action.role, action.address))
+        if outbound is not None:
+            outbound.put(action.command)
+
+    async def run(self, driver: Driver, model_digest: bytes) -> None:
+        """Keeps a session to every address of every target until cancelled."""
+        self._model_digest = model_digest
+        try:
+            while True:
+                await self._resolve_all()
+                for role, address in self._wanted():
+                    key = (role, address)
+                    if key in self._tasks and not self._tasks[key].done():
+                        continue
+                    self._check(key)
+                    self._tasks[key] = asyncio.create_task(self._keep(role, address, driver))
+                await asyncio.sleep(RESOLVE_S)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    # ---- names ----------------------------------------------------------------------------------------------
+
+    def _wanted(self) -> list[tuple[Role, str]]:
+        pairs = {(role, address) for (role, _), found in self._resolved.items() for address in found}
+        return sorted(pairs, key=lambda pair: (pair[0].value, pair[1]))
+
+    async def _resolve_all(self) -> None:
+        for role, target in self._targets:
+            try:
+                self._resolved[role, target] = await _addresses(target)
+            except OSError as error:  # a name server that is away for a moment takes no worker away
+                log.warning("name_not_found", target=target, error=str(error))
+
+    def _check(self, key: tuple[Role, str]) -> None:
+        """A session that broke by our own fault is logged and opened again; it does not end the others'."""
+        task = self._tasks.pop(key, None)
+        if task is not None and not task.cancelled() and (error := task.exception()) is not None:
+            log.error("session_broke", worker=key[1], stage=key[0].value, exc_info=error)
+
+    # ---- one worker -----------------------------------------------------------------------------------------
+
+    async def _keep(self, role: Role, address: str, driver: Driver) -> None:
+        """Sessions to one address, one after another, for as long as a target leads to it."""
+        backoff = FIRST_BACKOFF_S
+        while (role, address) in self._wanted():
+            began = time.monotonic()
+            greeted, why = await self._session_once(role, address, driver)
+            if greeted or backoff == FIRST_BACKOFF_S:  # once, not on every try of a long absence
+                log.warning("session_over", worker=address, stage=role.value, why=why)
+            lasted = greeted and time.monotonic() - began > MOST_BACKOFF_S
+            backoff = FIRST_BACKOFF_S if lasted else min(MOST_BACKOFF_S, 2 * backoff)
+            await asyncio.sleep(backoff)
+
+    async def _session_once(self, role: Role, address: str, driver: Driver) -> tuple[bool, str]:
+        """One session from its opening to its end: whether the worker greeted, and why it ended."""
+        stub_of, from_pb, to_pb = _CODECS[role]
+        outbound: Outbound[Any] = Outbound()
+        incarnation: int | None = None
+
+        def on_hello(hello: WorkerHello) -> None:
+            nonlocal incarnation
+            other = self._known.get(hello.node.incarnation)
+            if other is not None and other != address:
+                raise _Unusable(f"it is the worker that is attached as {other} already")
+            if (digest := hello.layout.model_digest) != self._model_digest:
+                raise _Unusable(
+                    f"it serves another model: its model digest is {digest.hex()[:16]}, "
+                    f"this router's is {self._model_digest.hex()[:16]}"
+                )
+            incarnation = hello.node.incarnation
+            self._known[incarnation] = address
+            self._outbound[role, address] = outbound
+            log.info("session_open", worker=address, stage=role.value, name=hello.node.name)
+            driver.worker_up(address, role, hello)
+
+        channel = open_channel(address, self._security, internal=True)
+        self._session += 1
+        hello = RouterHello(self._name, self._incarnation, self._session)
+        try:
+            await attach(
+                stub_of(channel).Attach,
+                hello,
+                outbound,
+                on_hello,
+                lambda event: driver.worker_event(address, role, event),
+                from_pb,
+                to_pb,
+            )
+            why = "the worker ended the session"
+        except SessionOver as error:
+            why = str(error)
+        except _Unusable as error:
+            why = str(error)
+            log.warning("worker_not_used", worker=address, stage=role.value, why=why)
+            await asyncio.sleep(UNUSABLE_S)
+        finally:
+            if incarnation is not None:
+                del self._outbound[role, address]
+                del self._known[incarnation]
+                driver.worker_down(address, role)
+            await channel.close()
+        return incarnation is not None, why
+
+
+class _Unusable(Exception):
+    """This router must not use that worker; str() says why."""
+
+
+async def _addresses(target: str) -> frozenset[str]:
+    """Every IPv4 address of the name, or every IPv6 address where it has no other."""
+    host, port = split_target(target)
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    v4 = {f"{info[4][0]}:{port}" for info in found if info[0] is socket.AF_INET}
+    v6 = {f"[{info[4][0]}]:{port}" for info in found if info[0] is socket.AF_INET6}
+    return frozenset(v4 or v6)

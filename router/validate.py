@@ -1,0 +1,278 @@
+"""What a client asks for, checked once and turned into plain values: the one validator of the public API.
+
+An absent field takes the model's default, never proto3's zero. Every number has a minimum and a maximum. A field
+whose feature is not built is refused by name, never ignored. Knows the model's names and vocabulary; never
+tokenizes, waits or talks to a worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message as Protobuf
+
+from engine.types import InvalidField, SamplingParams
+from protos import generation_pb2 as gpb
+from router.status import RequestError
+from router.text.chat import Message, parse_messages, parse_template_arguments
+from router.text.model import TextModel
+from wire.codec import params_fields
+
+# Fields whose feature is not built. Whoever builds one deletes its row.
+UNIMPLEMENTED_FIELDS: Mapping[str, str] = {
+    "sampling.best_of": "choosing the best of several answers",
+    "sampling.beam_width": "beam search",
+    "sampling.length_penalty": "beam search",
+    "stopping.bad_words": "banning words",
+    "constraint.json_schema": "constrained output",
+    "constraint.json_object": "constrained output",
+    "constraint.regex": "constrained output",
+    "constraint.grammar_ebnf": "constrained output",
+    "constraint.choices": "constrained output",
+    "constraint.structural_tag": "constrained output",
+    "lora_adapter": "LoRA",
+    "priority": "priorities",
+    "chat.tools_json": "tool calling",
+}
+
+MAX_ID_LENGTH = 128
+MAX_SALT_BYTES = 256
+MAX_PROMPT_TOKENS = 2**20
+MAX_CHUNK_TOKENS = 1024
+MAX_CHUNK_DELAY_S = 60.0
+DEFAULT_CHUNK_DELAY_S = 1.0  # where a client asks for larger chunks and names no limit
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: Sequence[Message]
+    arguments: Mapping[str, Any]
+
+
+PromptSource = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    return_text: bool = True
+    return_token_ids: bool = False
+    keep_special_tokens: bool = False
+    echo_prompt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """A delta waits until it has `min_tokens`, but not longer than `max_delay` seconds. The first one never waits."""
+
+    min_tokens: int = 1
+    max_delay: float = DEFAULT_CHUNK_DELAY_S
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """`request_id` is the client's, for its own logs; it is empty if the client gave none and is never a key."""
+
+    request_id: str
+    source: PromptSource
+    params: SamplingParams
+    output: OutputOptions
+    namespace: bytes
+    resume: Sequence[int]
+
+
+def check_generate(pb: gpb.GenerateRequest, model: TextModel) -> CheckedRequest:
+    """Raises RequestError: NOT_FOUND, UNIMPLEMENTED or INVALID_ARGUMENT, with the field."""
+    try:
+        check_model(pb.model, model)
+        check_implemented(pb)
+        checked = CheckedRequest(
+            request_id=_check_length("request_id", pb.request_id, MAX_ID_LENGTH),
+            source=_prompt_source(pb, model),
+            params=_params(pb, model),
+            output=_output(pb.output),
+            namespace=_namespace(pb.cache_salt),
+            resume=_token_ids("resume", pb.resume.ids, model.vocab_size),
+        )
+        _check_resume(checked)
+        return checked
+    except InvalidField as error:
+        raise invalid(error) from error
+
+
+def check_tokenize(pb: gpb.TokenizeRequest, model: TextModel) -> TextPrompt | ChatPrompt:
+    """An empty text is fine here: it has no tokens, or the special ones alone."""
+    try:
+        check_model(pb.model, model)
+        match pb.WhichOneof("prompt"):
+            case "chat":
+                check_implemented(pb)
+                return _chat(pb.chat)
+            case "text":
+                return TextPrompt(pb.text)
+        raise InvalidField("prompt", "the request has no prompt: set text or chat")
+    except InvalidField as error:
+        raise invalid(error) from error
+
+
+def check_detokenize(pb: gpb.DetokenizeRequest, model: TextModel) -> Sequence[int]:
+    try:
+        check_model(pb.model, model)
+        return _token_ids("token_ids", pb.token_ids, model.vocab_size)
+    except InvalidField as error:
+        raise invalid(error) from error
+
+
+def check_chunking(pb: gpb.GenerateStreamRequest) -> Chunking:
+    delay = pb.max_chunk_delay.seconds + pb.max_chunk_delay.nanos * 1e-9
+    try:
+        _check_range("min_tokens_per_chunk", pb.min_tokens_per_chunk, 0, MAX_CHUNK_TOKENS)
+        _check_range("max_chunk_delay", delay, 0, MAX_CHUNK_DELAY_S)
+    except InvalidField as error:
+        raise invalid(error) from error
+    return Chunking(max(1, pb.min_tokens_per_chunk), delay if pb.HasField("max_chunk_delay") else DEFAULT_CHUNK_DELAY_S)
+
+
+def check_model(name: str, model: TextModel) -> None:
+    """An empty name means the served model."""
+    if name and name not in model.names:
+        raise RequestError(
+            "NOT_FOUND",
+            f"the model {name[:MAX_ID_LENGTH]!r} is not served here; this router serves {', '.join(model.names)}",
+            field="model",
+            facts={"served": ", ".join(model.names)},
+        )
+
+
+def check_implemented(pb: Protobuf) -> None:
+    for path, feature in UNIMPLEMENTED_FIELDS.items():
+        if is_set(pb, path):
+            raise RequestError("UNIMPLEMENTED", f"{path} is set, but {feature} is not built yet", field=path)
+
+
+def is_set(pb: Protobuf, path: str) -> bool:
+    """Whether the client set the field at this dotted path. A path that the message does not have is unset."""
+    *parents, leaf = path.split(".")
+    for name in parents:
+        if name not in pb.DESCRIPTOR.fields_by_name or not pb.HasField(name):
+            return False
+        pb = getattr(pb, name)
+    field = pb.DESCRIPTOR.fields_by_name.get(leaf)
+    if field is None:
+        return False
+    return pb.HasField(leaf) if field.has_presence else bool(getattr(pb, leaf))
+
+
+def invalid(error: InvalidField) -> RequestError:
+    """The error of a parameter, under the name that its field has in the request."""
+    return RequestError("INVALID_ARGUMENT", str(error), field=_PATHS.get(error.field, error.field))
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of choice `index`. Choice 0 keeps the request's own, so that n = 1 with a seed gives choice 0."""
+    if index == 0:
+        return seed
+    digest = hashlib.sha256(b"choice" + seed.to_bytes(8, "little") + index.to_bytes(4, "little")).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+# ---- the parts of a request -------------------------------------------------------------------------------------
+
+# SamplingParams names its fields as vLLM does; in the request they lie in these three messages.
+_PATHS = {
+    field.name: f"{part}.{field.name}"
+    for part, kind in (
+        ("sampling", gpb.SamplingParams),
+        ("stopping", gpb.StoppingParams),
+        ("output", gpb.OutputOptions),
+    )
+    for field in kind.DESCRIPTOR.fields
+}
+
+
+def _prompt_source(pb: gpb.GenerateRequest, model: TextModel) -> PromptSource:
+    match pb.WhichOneof("prompt"):
+        case "text":
+            if not pb.text:
+                raise InvalidField("text", "the prompt is empty: text must have at least one character")
+            return TextPrompt(pb.text)
+        case "token_ids":
+            token_ids = _token_ids("token_ids", pb.token_ids.ids, model.vocab_size)
+            if not token_ids:
+                raise InvalidField("token_ids", "the prompt is empty: token_ids must have at least one id")
+            return TokenPrompt(token_ids)
+        case "chat":
+            return _chat(pb.chat)
+    raise InvalidField("prompt", "the request has no prompt: set text, token_ids or chat")
+
+
+def _chat(pb: gpb.ChatPrompt) -> ChatPrompt:
+    return ChatPrompt(parse_messages(pb.messages_json), parse_template_arguments(pb.template_kwargs_json))
+
+
+def _params(pb: gpb.GenerateRequest, model: TextModel) -> SamplingParams:
+    asked = params_fields(pb.sampling, pb.stopping, pb.output)
+    fields: dict[str, Any] = {**model.defaults, **asked}
+    if "max_tokens" not in asked and asked.get("min_tokens", 0) > fields.get("max_tokens", math.inf):
+        del fields["max_tokens"]  # the model's default gives way to what the client asks for
+    params = SamplingParams(**fields)
+    _token_ids("stop_token_ids", params.stop_token_ids, model.vocab_size)
+    _token_ids("logit_bias", tuple(params.logit_bias), model.vocab_size)
+    return params
+
+
+def _output(pb: gpb.OutputOptions) -> OutputOptions:
+    return OutputOptions(
+        return_text=pb.return_text or not pb.return_token_ids,
+        return_token_ids=pb.return_token_ids,
+        keep_special_tokens=pb.keep_special_tokens,
+        echo_prompt=pb.echo_prompt,
+    )
+
+
+def _check_resume(request: CheckedRequest) -> None:
+    if not request.resume:
+        return
+    params = request.params
+    if params.n != 1:
+        raise InvalidField("resume", f"resume continues one answer, so n must be 1, got {params.n}")
+    if params.seed is None and not params.greedy:
+        raise InvalidField("seed", "resume needs the seed that the first answer started with, or temperature 0")
+
+
+def _namespace(salt: str) -> bytes:
+    """Requests share cached prefixes only within one namespace; no salt is the shared one."""
+    _check_length("cache_salt", salt, MAX_SALT_BYTES)
+    return hashlib.sha256(b"pagewire cache salt" + salt.encode()).digest() if salt else b""
+
+
+def _token_ids(field: str, ids: Sequence[int], vocab_size: int) -> Sequence[int]:
+    if len(ids) > MAX_PROMPT_TOKENS:
+        raise InvalidField(field, f"{field} must have at most {MAX_PROMPT_TOKENS} token ids, got {len(ids)}")
+    if ids and (largest := max(ids)) >= vocab_size:
+        raise InvalidField(field, f"{field} has the token id {largest}; the model's ids are 0 to {vocab_size - 1}")
+    return tuple(ids)
+
+
+def _check_length(field: str, text: str, most: int) -> str:
+    if (size := len(text.encode())) > most:
+        raise InvalidField(field, f"{field} must have at most {most} bytes, got {size}")
+    return text
+
+
+def _check_range(field: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise InvalidField(field, f"{field} must be in [{low:g}, {high:g}], got {value:g}")
