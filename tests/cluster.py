@@ -54,7 +54,8 @@ class Cluster:
         deadline = time.monotonic() + seconds
         for name in names or self.programs:
             while not self.ready(name):
-                assert self.alive(name), f"{name} ended before it was ready:\n{self.log(name)}"
+                for other in self.processes:
+                    assert self.alive(other), f"{other} ended before {name} was ready:\n{self.log(other)}"
                 assert time.monotonic() < deadline, f"{name} was not ready in {seconds} s:\n{self.log(name)}"
                 time.sleep(0.05)
 

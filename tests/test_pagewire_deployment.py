@@ -75,7 +75,9 @@ def test_two_processes_never_ask_for_one_port() -> None:
 async def test_a_process_that_dies_is_reported_with_its_last_words() -> None:
     deployment = Deployment(grace=1.0)
     try:
-        await deployment.start([script("decode-1", "import sys; sys.exit('pagewire decode: no such model')")])
+        await deployment.start(
+            [script("decode-1", "import sys; sys.exit('pagewire decode: no such model')")], said=lambda *_: None
+        )
         with pytest.raises(Died) as caught:
             await deployment.until_ready(lambda child: None)
     finally:
@@ -87,7 +89,7 @@ async def test_a_process_that_dies_is_reported_with_its_last_words() -> None:
 
 async def test_a_clean_stop_leaves_no_file() -> None:
     deployment = Deployment(grace=5.0)
-    await deployment.start([script("router", "import signal; signal.pause()")])
+    await deployment.start([script("router", "import signal; signal.pause()")], said=lambda *_: None)
     await deployment.stop()
     assert not deployment.log_dir.exists()
 
@@ -110,6 +112,8 @@ async def test_what_a_child_started_dies_with_it(tmp_path: Path) -> None:
     )
     child = await Child.start(script("router", code), tmp_path)
     await child.wait()
+    while not child.last_lines():
+        await asyncio.sleep(0.01)
     grandchild = int(child.last_lines()[0])
     assert psutil.pid_exists(grandchild), "it outlived its parent"
     await child.stop(grace=1.0)
@@ -126,6 +130,15 @@ async def test_the_terminal_signal_reaches_the_supervisor_alone(tmp_path: Path) 
     finally:
         await child.kill()
     assert child.how_it_ended() == f"was killed by {signal.SIGKILL.name}"
+
+
+async def test_what_a_child_prints_is_its_phase_and_goes_to_its_log(tmp_path: Path) -> None:
+    said: list[str] = []
+    child = await Child.start(script("router", "print('router: loading weights', flush=True)"), tmp_path, said.append)
+    await child.wait()
+    await child.stop(grace=5.0)
+    assert said == ["loading weights"]
+    assert child.last_lines() == ["router: loading weights"]
 
 
 def test_log_lines_are_readable() -> None:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pagewire.cli.failure import CommandFailed
@@ -133,9 +134,10 @@ class Deployment:
         self._keep_logs = False
         self._dead: set[Child] = set()
 
-    async def start(self, wanted: list[Program]) -> None:
+    async def start(self, wanted: list[Program], said: Callable[[str, str], None]) -> None:
+        """`said` gets (process name, phase) whenever one of them says what it does."""
         for program in wanted:
-            self.children.append(await Child.start(program, self.log_dir))
+            self.children.append(await Child.start(program, self.log_dir, partial(said, program.name)))
 
     async def until_ready(self, on_ready: Callable[[Child], None]) -> None:
         """Returns when every process says that it is ready; raises Died if one ends before."""

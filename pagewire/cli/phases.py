@@ -21,6 +21,7 @@ class Phases:
         self._console = console
         self._started: dict[str, float] = {}
         self._tasks: dict[str, TaskID] = {}
+        self._ended: set[str] = set()
         self._progress: Progress | None = None
         if console.is_terminal:
             self._progress = Progress(
@@ -51,12 +52,13 @@ class Phases:
             self._line(name, note)
 
     def note(self, name: str, note: str, fraction: float | None = None) -> None:
-        """What the phase does now, and how much of that is done, if it is known."""
-        if self._progress:
+        """What the phase does now, and how much of that is done, if it is known. Ignored once it has ended."""
+        if self._progress and name not in self._ended:
             total = 1.0 if fraction is not None else None
             self._progress.update(self._tasks[name], description=note, completed=fraction or 0.0, total=total)
 
     def end(self, name: str, note: str) -> None:
+        self._ended.add(name)
         if self._progress:
             self._progress.update(self._tasks[name], description=note, completed=1.0, total=1.0)
         else:

@@ -12,12 +12,13 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 LAST_LINES = 12
-TAIL_BYTES = 16_384
+TAIL_BYTES = 65_536
+MAX_LINE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +33,42 @@ class Program:
 
 
 class Child:
-    """A started Program. `wait` may be awaited by several; `stop` is safe to call at any time, also twice."""
+    """A started Program. `wait` may be awaited by several; `stop` is safe to call at any time, also twice.
+
+    What it prints on stdout is for people: one phase per line. All of it, and stderr, goes to its log.
+    """
 
     def __init__(self, program: Program, process: asyncio.subprocess.Process, log: Path) -> None:
         self.program = program
         self.log = log
         self._process = process
         self._group_ended = False  # its number may belong to somebody else from then on
+        self._reading: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, program: Program, log_dir: Path) -> Child:
-        """Appends its output to log_dir/NAME.log."""
+    async def start(cls, program: Program, log_dir: Path, said: Callable[[str], None] = lambda line: None) -> Child:
+        """Appends to log_dir/NAME.log; `said` gets every line of its stdout, without the name in front."""
         log = log_dir / f"{program.name}.log"
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *program.argv,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
+                stdout=asyncio.subprocess.PIPE,
                 stderr=output,
                 start_new_session=True,
                 env=child_environment(),
+                limit=MAX_LINE_BYTES,
             )
-        return cls(program, process, log)
+        child = cls(program, process, log)
+        child._reading = asyncio.create_task(child._read(said))
+        return child
+
+    async def _read(self, said: Callable[[str], None]) -> None:
+        assert self._process.stdout, "it is a pipe"
+        with self.log.open("ab", buffering=0) as output:
+            async for line in self._process.stdout:
+                output.write(line)
+                said(line.decode("utf-8", "replace").strip().partition(": ")[2])
 
     @property
     def pid(self) -> int:
@@ -81,6 +96,8 @@ class Child:
             with contextlib.suppress(ProcessLookupError):  # the whole group is gone
                 os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
+        if self._reading:
+            await self._reading  # ends with the group: nobody else holds the pipe
 
     def how_it_ended(self) -> str:
         code = self._process.returncode
@@ -113,6 +130,6 @@ def readable(line: str) -> str:
         return line
     if not isinstance(record, dict) or "event" not in record:
         return line
-    hidden = {"event", "level", "timestamp", "role", "component"}
+    hidden = {"event", "level", "timestamp", "role", "component", "exception"}  # the traceback stays in the file
     facts = " ".join(f"{name}={value}" for name, value in record.items() if name not in hidden)
     return f"{record.get('level', 'info')}: {record['event']} {facts}".rstrip()

@@ -116,13 +116,16 @@ async def _with_deaths(work: Coroutine[Any, Any, None], deployment: Deployment) 
 
 
 async def _start(topology: Topology, deployment: Deployment, phases: Phases) -> None:
+    def said(name: str, phase: str) -> None:
+        phases.note(name, phase)
+
     def ready(child: Child) -> None:
         phases.end(child.program.name, f"ready at {child.program.address}")
 
     wanted = programs(topology)
     for program in wanted:
-        phases.begin(program.name, f"starting at {program.address}")
-    await deployment.start(wanted)
+        phases.begin(program.name, "starting")
+    await deployment.start(wanted, said)
     await deployment.until_ready(ready)
 
 
