@@ -1,0 +1,40 @@
+"""What users import: `Client` and `AsyncClient` talk to a router, `SamplingParams` says how to choose tokens.
+
+Each name is imported when it is first used, so that `import pagewire` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.types import FinishReason, SamplingParams
+    from pagewire.client import AsyncClient, Client, PagewireError, Result
+
+    __version__: str
+
+__all__ = ["AsyncClient", "Client", "FinishReason", "PagewireError", "Result", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "AsyncClient": "pagewire.client",
+    "Client": "pagewire.client",
+    "FinishReason": "engine.types",
+    "PagewireError": "pagewire.client",
+    "Result": "pagewire.client",
+    "SamplingParams": "engine.types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib import metadata
+
+        return metadata.version("pagewire")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,480 @@
+"""Client and AsyncClient: prompts to a router over gRPC, and its answers as plain values.
+
+    with Client() as client:
+        print(client.generate("The capital of France is", SamplingParams(max_tokens=8)).text)
+        for delta in client.stream([{"role": "user", "content": "Hello"}]):
+            print(delta.text, end="")
+
+Whatever goes wrong is a PagewireError with one sentence. Without SamplingParams the model's own defaults apply; a
+SamplingParams is sent whole. Nothing is retried: the router itself runs a request again when a worker dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import fields
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from engine.types import FinishReason, SamplingParams
+from pagewire import diagnosis
+from pagewire.answers import Delta, Model, PagewireError, Result, ServerInfo, Started, Timing, Usage, WorkerStatus
+from protos import generation_pb2 as gpb
+from protos import generation_pb2_grpc
+from wire.channel import MAX_MESSAGE_BYTES, open_channel
+from wire.codec import from_duration, logprob_from_pb
+from wire.security import Security
+
+__all__ = ["AsyncClient", "Client", "Delta", "PagewireError", "Result"]
+
+DEFAULT_ADDRESS = f"127.0.0.1:{diagnosis.ROUTER_PORT}"
+
+PLAIN = Security()
+
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Messages  # text, token ids, or a chat
+
+
+class AsyncClient:
+    """Talks to one router. Use it as an async context manager, or close it."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, security: Security = PLAIN) -> None:
+        self.address = address
+        self._channel = open_channel(address, security, internal=False)
+        self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._errors = _Errors(address, security)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, timeout: float | None = None, **options: Any
+    ) -> Result:
+        """The whole answer. `timeout` is its deadline in seconds; `build_request` lists the options."""
+        request = build_request(prompt, params, **options)
+        return _result(await self._unary(self._stub.Generate, request, timeout))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        min_tokens_per_chunk: int = 0,
+        **options: Any,
+    ) -> AsyncStream:
+        """The answer as it is made. Leaving the iteration early cancels the request: see AsyncStream."""
+        request = gpb.GenerateStreamRequest(
+            request=build_request(prompt, params, **options), min_tokens_per_chunk=min_tokens_per_chunk
+        )
+        return AsyncStream(self._stub.GenerateStream(request, timeout=timeout), self._errors)
+
+    async def tokenize(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool = True,
+        timeout: float | None = None,
+    ) -> list[int]:
+        request = _tokenize_request(prompt, add_special_tokens)
+        return list((await self._unary(self._stub.Tokenize, request, timeout)).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, timeout: float | None = None) -> str:
+        request = gpb.DetokenizeRequest(token_ids=token_ids)
+        return str((await self._unary(self._stub.Detokenize, request, timeout)).text)
+
+    async def models(self, *, timeout: float | None = None) -> list[Model]:
+        return _models(await self._unary(self._stub.ListModels, gpb.ListModelsRequest(), timeout))
+
+    async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
+        return _server_info(await self._unary(self._stub.GetServerInfo, gpb.GetServerInfoRequest(), timeout))
+
+    async def _unary(self, method: Any, request: Any, timeout: float | None) -> Any:
+        call = method(request, timeout=timeout)
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise await asyncio.to_thread(self._errors.of, error) from None
+        finally:
+            call.cancel()
+
+
+class AsyncStream:
+    """An async iterator of Delta. `started` is known from the first delta on, `usage` and `timing` after the last.
+
+    `async with` closes it; so does `aclose`, and its end. Closing early cancels the request.
+    """
+
+    def __init__(self, call: Any, errors: _Errors) -> None:
+        self.started = Started()
+        self.usage = Usage()
+        self.timing = Timing()
+        self._call = call
+        self._errors = errors
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        self._call.cancel()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        try:
+            while (response := await self._call.read()) is not grpc.aio.EOF:
+                if (delta := _take(self, response)) is not None:
+                    return delta
+        except grpc.aio.AioRpcError as error:
+            raise await asyncio.to_thread(self._errors.of, error, bool(self.started.request_id)) from None
+        except BaseException:
+            self._call.cancel()
+            raise
+        raise StopAsyncIteration
+
+    def __del__(self) -> None:
+        self._call.cancel()
+
+
+class Client:
+    """AsyncClient for code without an event loop. Use it as a context manager, or close it."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, security: Security = PLAIN) -> None:
+        self.address = address
+        self._channel = _open_blocking_channel(address, security)
+        self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._metadata = (("authorization", f"Bearer {security.token}"),) if security.token else ()
+        self._errors = _Errors(address, security)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, timeout: float | None = None, **options: Any
+    ) -> Result:
+        """The whole answer. `timeout` is its deadline in seconds; `build_request` lists the options."""
+        return _result(self._unary(self._stub.Generate, build_request(prompt, params, **options), timeout))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        min_tokens_per_chunk: int = 0,
+        **options: Any,
+    ) -> Stream:
+        """The answer as it is made. Leaving the iteration early cancels the request: see Stream."""
+        request = gpb.GenerateStreamRequest(
+            request=build_request(prompt, params, **options), min_tokens_per_chunk=min_tokens_per_chunk
+        )
+        return Stream(self._stub.GenerateStream(request, timeout=timeout, metadata=self._metadata), self._errors)
+
+    def tokenize(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool = True,
+        timeout: float | None = None,
+    ) -> list[int]:
+        request = _tokenize_request(prompt, add_special_tokens)
+        return list(self._unary(self._stub.Tokenize, request, timeout).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, timeout: float | None = None) -> str:
+        return str(self._unary(self._stub.Detokenize, gpb.DetokenizeRequest(token_ids=token_ids), timeout).text)
+
+    def models(self, *, timeout: float | None = None) -> list[Model]:
+        return _models(self._unary(self._stub.ListModels, gpb.ListModelsRequest(), timeout))
+
+    def server_info(self, *, timeout: float | None = None) -> ServerInfo:
+        return _server_info(self._unary(self._stub.GetServerInfo, gpb.GetServerInfoRequest(), timeout))
+
+    def _unary(self, method: Any, request: Any, timeout: float | None) -> Any:
+        try:
+            return method(request, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._errors.of(error) from None
+
+
+class Stream:
+    """An iterator of Delta. `started` is known from the first delta on, `usage` and `timing` after the last.
+
+    `with` closes it; so does `close`, and its end. Closing early cancels the request.
+    """
+
+    def __init__(self, call: Any, errors: _Errors) -> None:
+        self.started = Started()
+        self.usage = Usage()
+        self.timing = Timing()
+        self._call = call
+        self._errors = errors
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._call.cancel()
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        try:
+            for response in self._call:
+                if (delta := _take(self, response)) is not None:
+                    return delta
+        except grpc.RpcError as error:
+            raise self._errors.of(error, bool(self.started.request_id)) from None
+        except BaseException:
+            self._call.cancel()
+            raise
+        raise StopIteration
+
+    def __del__(self) -> None:
+        self._call.cancel()
+
+
+# ---- requests ---------------------------------------------------------------------------------------------------
+
+_SAMPLING = tuple(
+    field.name for field in fields(SamplingParams) if field.name in gpb.SamplingParams.DESCRIPTOR.fields_by_name
+)
+
+
+def build_request(
+    prompt: Prompt,
+    params: SamplingParams | None = None,
+    *,
+    model: str = "",
+    request_id: str = "",
+    return_text: bool = True,
+    return_token_ids: bool = True,
+    keep_special_tokens: bool = False,
+    echo_prompt: bool = False,
+    cache_salt: str = "",
+    resume: Sequence[int] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> gpb.GenerateRequest:
+    """`resume` are the tokens of an interrupted answer, which goes on after them."""
+    try:
+        request = gpb.GenerateRequest(
+            request_id=request_id,
+            model=model,
+            output=gpb.OutputOptions(
+                return_text=return_text,
+                return_token_ids=return_token_ids,
+                keep_special_tokens=keep_special_tokens,
+                echo_prompt=echo_prompt,
+            ),
+            cache_salt=cache_salt,
+        )
+        if isinstance(prompt, str):
+            request.text = prompt
+        elif prompt and isinstance(prompt[0], Mapping):
+            request.chat.CopyFrom(_chat(prompt, template_kwargs))
+        else:
+            request.token_ids.SetInParent()
+            request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+        if resume:
+            request.resume.ids.extend(resume)
+        if params is not None:
+            _set_params(request, params)
+    except (TypeError, ValueError) as error:
+        raise PagewireError("INVALID_ARGUMENT", f"the request cannot be built: {error}") from error
+    return request
+
+
+def _set_params(request: gpb.GenerateRequest, params: SamplingParams) -> None:
+    for name in _SAMPLING:
+        if name != "logit_bias" and (value := getattr(params, name)) is not None:
+            setattr(request.sampling, name, value)
+    request.sampling.logit_bias.update(params.logit_bias)
+    stopping = request.stopping
+    if params.max_tokens is not None:
+        stopping.max_tokens = params.max_tokens
+    stopping.min_tokens = params.min_tokens
+    stopping.stop.extend(params.stop)
+    stopping.stop_token_ids.extend(params.stop_token_ids)
+    stopping.ignore_eos = params.ignore_eos
+    stopping.include_stop_in_output = params.include_stop_in_output
+    for name in ("logprobs", "prompt_logprobs"):
+        if (value := getattr(params, name)) is not None:
+            setattr(request.output, name, value)
+
+
+def _chat(messages: Any, template_kwargs: Mapping[str, Any] | None) -> gpb.ChatPrompt:
+    arguments = json.dumps(template_kwargs) if template_kwargs else ""
+    return gpb.ChatPrompt(messages_json=json.dumps(list(messages)), template_kwargs_json=arguments)
+
+
+def _tokenize_request(prompt: str | Messages, add_special_tokens: bool) -> gpb.TokenizeRequest:
+    if isinstance(prompt, str):
+        return gpb.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
+    return gpb.TokenizeRequest(chat=_chat(prompt, None), add_special_tokens=add_special_tokens)
+
+
+# ---- answers ----------------------------------------------------------------------------------------------------
+
+
+def _take(stream: AsyncStream | Stream, response: gpb.GenerateStreamResponse) -> Delta | None:
+    match response.WhichOneof("event"):
+        case "started":
+            started = response.started
+            stream.started = Started(
+                response.request_id,
+                started.prompt_tokens,
+                started.cached_prompt_tokens,
+                started.seed,
+                tuple(map(logprob_from_pb, started.prompt_logprobs)),
+            )
+        case "delta":
+            return _delta(response.delta)
+        case "finished":
+            stream.usage, stream.timing = _usage(response.finished.usage), _timing(response.finished.timing)
+    return None
+
+
+def _delta(choice: gpb.Choice) -> Delta:
+    matched = choice.stop_match.WhichOneof("matched")
+    return Delta(
+        index=choice.index,
+        text=choice.text,
+        token_ids=tuple(choice.token_ids),
+        logprobs=tuple(map(logprob_from_pb, choice.logprobs)),
+        finish_reason=FinishReason(choice.finish_reason) if choice.finish_reason else None,
+        stop=getattr(choice.stop_match, matched) if matched else None,
+    )
+
+
+def _result(response: gpb.GenerateResponse) -> Result:
+    return Result(
+        response.request_id,
+        response.model,
+        tuple(map(_delta, response.choices)),
+        _usage(response.usage),
+        _timing(response.timing),
+        tuple(map(logprob_from_pb, response.prompt_logprobs)),
+    )
+
+
+def _usage(usage: gpb.Usage) -> Usage:
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens)
+
+
+def _timing(timing: gpb.Timing) -> Timing:
+    return Timing(**{field.name: from_duration(getattr(timing, field.name)) for field in fields(Timing)})
+
+
+def _models(response: gpb.ListModelsResponse) -> list[Model]:
+    return [Model(each.id, each.root, each.max_model_len) for each in response.models]
+
+
+def _server_info(response: gpb.GetServerInfoResponse) -> ServerInfo:
+    workers = [
+        WorkerStatus(**{field.name: getattr(each, field.name) for field in fields(WorkerStatus)})
+        for each in response.workers
+    ]
+    return ServerInfo(
+        response.version,
+        from_duration(response.uptime),
+        response.prefill_workers,
+        response.decode_workers,
+        tuple(workers),
+    )
+
+
+# ---- errors -----------------------------------------------------------------------------------------------------
+
+
+class _Errors:
+    """Turns a failed call into a PagewireError; asks who is there when no router has answered. Blocking."""
+
+    def __init__(self, address: str, security: Security) -> None:
+        self._address = address
+        self._security = security
+
+    def of(self, error: Any, answered: bool = False) -> PagewireError:
+        """`answered`: the call had begun to give an answer, so that its address is right."""
+        code: grpc.StatusCode = error.code()
+        sentence = error.details() or code.name
+        status = rpc_status.from_call(error)
+        if status is not None:
+            return _from_details(code.name, sentence, status.details)
+        if code is grpc.StatusCode.CANCELLED:
+            code = grpc.StatusCode.UNAVAILABLE  # nobody here asked for it
+        if code is grpc.StatusCode.UNAVAILABLE:
+            lost = f"the connection to the router at {self._address} was lost before the answer was complete"
+            sentence = lost if answered else diagnosis.unreachable(self._address, sentence)
+        elif code is grpc.StatusCode.UNIMPLEMENTED:
+            sentence = diagnosis.not_a_router(self._address, self._has_service)
+        elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            sentence = "the deadline passed before the answer was complete"
+        return PagewireError(code.name, sentence)
+
+    def _has_service(self, name: str) -> bool:
+        """By the health service, which every server of ours has: an unknown service is an error there."""
+        metadata = (("authorization", f"Bearer {self._security.token}"),) if self._security.token else ()
+        with _open_blocking_channel(self._address, self._security) as channel:
+            try:
+                request = health_pb2.HealthCheckRequest(service=name)
+                health_pb2_grpc.HealthStub(channel).Check(request, timeout=diagnosis.PROBE_S, metadata=metadata)
+            except grpc.RpcError:
+                return False
+        return True
+
+
+def _from_details(code: str, sentence: str, details: Any) -> PagewireError:
+    field, retry_after, facts = None, None, {}
+    for packed in details:
+        if packed.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad = error_details_pb2.BadRequest.FromString(packed.value)
+            field = bad.field_violations[0].field if bad.field_violations else None
+        elif packed.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry_after = from_duration(error_details_pb2.RetryInfo.FromString(packed.value).retry_delay)
+        elif packed.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            facts = dict(error_details_pb2.ErrorInfo.FromString(packed.value).metadata)
+    return PagewireError(code, sentence, field, retry_after, facts)
+
+
+def _open_blocking_channel(address: str, security: Security) -> grpc.Channel:
+    options = (
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.enable_retries", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    )
+    credentials = security.channel_credentials()
+    if credentials is None:
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(address, credentials, options)
