@@ -42,7 +42,7 @@ from engine.stopping import finish_of
 from engine.types import TokenLogprob
 from kvtransfer.actions import Action, FreeTicket, HandOver, ToRouter
 from kvtransfer.outbox import Outbox
-from kvtransfer.ticket import layout_digest
+from kvtransfer.ticket import layout_digest, mint
 from prefill_service.scheduler import Filling, PrefillJob, PrefillScheduler, Progress
 
 JobKey = tuple[int, RequestKey]  # a worker's key for a job: the session is part of it
@@ -218,7 +218,7 @@ class Prefiller:
     def _admit(self, now: float) -> list[Action]:
         """Accepts waiting jobs, oldest first, while their whole prompts fit."""
         actions: list[Action] = []
-        while not self.stalled and (filling := self.scheduler.admit(self._rng.getrandbits(64), now, self.promised)):
+        while not self.stalled and (filling := self.scheduler.admit(mint(self._rng, self._tables), now, self.promised)):
             job, table = filling.job, filling.table
             ticket = Ticket(
                 id=filling.ticket,

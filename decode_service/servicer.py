@@ -1,0 +1,86 @@
+"""The decode stage on the network: Attach sessions, Pull streams to owners, and the engine that makes tokens.
+
+Translates between protobuf and the core's values, and holds the parts of the process together. Decides nothing:
+that is the Decoder's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+
+from decode_service.decoder import Decoder
+from engine.blocks import BlockPool
+from engine.device_thread import DeviceThread
+from engine.messages import Node, TransportOffer, WorkerHello
+from kvtransfer.driver import Driver
+from kvtransfer.service import PullClients
+from kvtransfer.startup import Assemble, Say, assemble
+from protos import worker_pb2, worker_pb2_grpc
+from wire.channel import open_channel
+from wire.codec import decode_command_from_pb, decode_event_to_pb
+from wire.options import WorkerOptions
+from wire.session import serve
+
+
+class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
+    """A wire.worker Stage. Until the model is loaded every call is refused."""
+
+    def __init__(self, options: WorkerOptions, assemble: Assemble = assemble) -> None:
+        self._options = options
+        self._assemble = assemble
+        self._device = DeviceThread("decode")
+        self._driver: Driver | None = None
+        self._hello: WorkerHello | None = None
+        self._pulls: PullClients | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        worker_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
+
+    async def load(self, address: str, say: Say) -> str:
+        engine = await self._device.run(self._assemble, self._options, say)
+        node = Node(self._options.name, secrets.randbits(64), address)
+        core = Decoder(
+            node,
+            engine.layout,
+            engine.config,
+            BlockPool(engine.config.num_blocks),
+            eos_token_ids=engine.runner.eos_token_ids,
+        )
+        self._driver = Driver(core, engine.runner.step, self._device)
+        self._pulls = PullClients(core, engine.runner.cache, self._driver.apply, self._connect)
+        self._driver.carry = self._pulls.carry
+        self._hello = engine.hello(node, [TransportOffer("grpc")])
+        return engine.description
+
+    def _connect(self, address: str) -> grpc.aio.Channel:
+        return open_channel(address, self._options.security, internal=True)
+
+    async def run(self) -> None:
+        assert self._driver, "run before load"
+        await self._driver.run()
+
+    async def drain(self, grace: float) -> None:
+        assert self._driver, "drain before load"
+        await self._driver.drain(grace)
+
+    async def close(self) -> None:
+        if self._pulls is not None:
+            await self._pulls.close()
+        self._device.close()
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[worker_pb2.DecodeCommand], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.DecodeEvent]:
+        if self._driver is None or self._hello is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is still loading")
+        session = serve(
+            request_iterator, context, self._hello, self._driver.stream(), decode_command_from_pb, decode_event_to_pb
+        )
+        async with contextlib.aclosing(session):
+            async for event in session:
+                yield event

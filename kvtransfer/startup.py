@@ -1,0 +1,126 @@
+"""From a worker's options to an engine that can step: find the model, size the pool, read the weights.
+
+Runs on the device thread and is the first to import torch, so that the process answers health meanwhile. What a user
+got wrong becomes CannotStart, one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.batch import Batch, Row, SampleInput
+from engine.config import EngineConfig, ModelConfig, ModelError
+from engine.messages import KvLayout, Node, TransportOffer, WorkerHello
+from engine.types import SamplingParams
+from wire.options import WorkerOptions
+from wire.worker import CannotStart
+
+if TYPE_CHECKING:
+    from engine.fake_runner import FakeRunner
+    from engine.loader import ModelSource
+    from engine.runner import ModelRunner
+
+Say = Callable[[str], None]
+Assemble = Callable[[WorkerOptions, Say], "Engine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    runner: ModelRunner | FakeRunner
+    config: EngineConfig
+    layout: KvLayout
+    description: str  # what is served, in a few words
+
+    def hello(self, node: Node, transports: Sequence[TransportOffer]) -> WorkerHello:
+        config = self.config
+        return WorkerHello(
+            node, self.layout, config.num_blocks, config.max_num_seqs, config.max_model_len, tuple(transports)
+        )
+
+
+def assemble(options: WorkerOptions, say: Say) -> Engine:
+    from engine.loader import resolve_model
+
+    phases = _Phases(say)
+    try:
+        phases("finding the model", 0.0)
+        source = resolve_model(options.model, phases)
+        return _with_torch(options, source, ModelConfig.from_dir(source.dir), phases)
+    except (ModelError, OSError) as error:
+        raise CannotStart(str(error)) from error
+
+
+class _Phases:
+    """One line per phase, and per tenth of a phase that takes long."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._last = ("", 0)
+
+    def __call__(self, phase: str, fraction: float) -> None:
+        step = (phase, int(fraction * 10))
+        if step != self._last:
+            self._say(f"{phase}: {step[1] * 10} %" if step[1] else phase)
+            self._last = step
+
+
+def _with_torch(options: WorkerOptions, source: ModelSource, model: ModelConfig, phases: _Phases) -> Engine:
+    phases("loading torch", 0.0)
+    import torch
+
+    from engine.backend.cpu import CPUBackend
+    from engine.kv_cache import TORCH_DTYPES, KVCache, kv_layout
+    from engine.loader import load_tensors
+    from engine.models.llama import Llama
+    from engine.runner import ModelRunner
+
+    torch.set_num_threads(options.threads)
+    dtype = "float32" if options.dtype == "auto" else options.dtype
+    # Threads are not part of it: a row tile makes the bits independent of them, and without one they are not compared.
+    capability = torch.backends.cpu.get_cpu_capability()
+    numerics = f"torch {torch.__version__}, {capability}, row tile {options.row_tile or 'off'}"
+    layout = kv_layout(model, source.digest, dtype, options.block_size, numerics)
+    config = engine_config(options, model, layout)
+    weights = Llama(model, load_tensors(source, TORCH_DTYPES[dtype], phases))
+    phases(f"reserving {config.num_blocks} KV blocks", 0.0)
+    runner = ModelRunner(weights, config, KVCache(layout, config.num_blocks), CPUBackend())
+    phases("warming up", 0.0)
+    _warm_up(runner)
+    tokens = config.num_blocks * config.block_size
+    described = (
+        f"{source.name}, {dtype}, KV for {tokens} tokens in {config.num_blocks} blocks, {options.threads} threads"
+    )
+    return Engine(runner, config, layout, described)
+
+
+def engine_config(options: WorkerOptions, model: ModelConfig, layout: KvLayout) -> EngineConfig:
+    """Measured facts: how many blocks the memory holds, and how long a request may be. Raises CannotStart."""
+    blocks = options.kv_memory // layout.block_bytes
+    if blocks < 2:
+        raise CannotStart(
+            f"--kv-memory of {options.kv_memory} bytes holds {blocks} KV blocks of {layout.block_bytes} bytes; "
+            f"at least {2 * layout.block_bytes} are needed"
+        )
+    longest = model.max_position_embeddings
+    if options.max_model_len is not None and options.max_model_len > longest:
+        raise CannotStart(f"--max-model-len is {options.max_model_len} and the model takes at most {longest}")
+    return EngineConfig(
+        block_size=options.block_size,
+        num_blocks=blocks,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=options.max_model_len or longest,
+        dtype=layout.dtype,
+        row_tile=options.row_tile,
+        threads=options.threads,
+    )
+
+
+def _warm_up(runner: ModelRunner) -> None:
+    """One short step, so that the first request does not pay for what libraries set up lazily."""
+    params = SamplingParams(temperature=0, seed=0, max_tokens=1)
+    tokens = [0] * 8
+    row = Row(0, tokens, 0, [0], SampleInput(params, 0, tokens, []))
+    runner.step(Batch(rows=[row], zero_blocks=[0]))

@@ -1,0 +1,91 @@
+"""The prefill stage on the network: Attach sessions, Pull streams, and the engine that computes prompts.
+
+Translates between protobuf and the core's values, and holds the parts of the process together. Decides nothing:
+that is the Prefiller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+
+from engine.blocks import BlockPool
+from engine.device_thread import DeviceThread
+from engine.messages import Node, TransportOffer, WorkerHello
+from kvtransfer.driver import Driver
+from kvtransfer.service import KvTransferService
+from kvtransfer.startup import Assemble, Say, assemble
+from prefill_service.prefiller import Prefiller
+from protos import worker_pb2, worker_pb2_grpc
+from wire.codec import prefill_command_from_pb, prefill_event_to_pb
+from wire.options import WorkerOptions
+from wire.session import serve
+
+
+class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.KvTransferServiceServicer):
+    """A wire.worker Stage. Until the model is loaded every call is refused."""
+
+    def __init__(self, options: WorkerOptions, assemble: Assemble = assemble) -> None:
+        self._options = options
+        self._assemble = assemble
+        self._device = DeviceThread("prefill")
+        self._driver: Driver | None = None
+        self._hello: WorkerHello | None = None
+        self._transfer: KvTransferService | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        worker_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
+        worker_pb2_grpc.add_KvTransferServiceServicer_to_server(self, server)
+
+    async def load(self, address: str, say: Say) -> str:
+        engine = await self._device.run(self._assemble, self._options, say)
+        node = Node(self._options.name, secrets.randbits(64), address)
+        core = Prefiller(
+            node,
+            engine.layout,
+            engine.config,
+            BlockPool(engine.config.num_blocks),
+            vocab_size=engine.runner.vocab_size,
+            eos_token_ids=engine.runner.eos_token_ids,
+            rng=random.Random(secrets.randbits(64)),
+        )
+        self._driver = Driver(core, engine.runner.step, self._device)
+        self._transfer = KvTransferService(core, engine.runner.cache, self._driver.apply)
+        self._driver.carry = self._transfer.carry
+        self._hello = engine.hello(node, [TransportOffer("grpc")])
+        return engine.description
+
+    async def run(self) -> None:
+        assert self._driver, "run before load"
+        await self._driver.run()
+
+    async def drain(self, grace: float) -> None:
+        assert self._driver, "drain before load"
+        await self._driver.drain(grace)
+
+    async def close(self) -> None:
+        self._device.close()
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[worker_pb2.PrefillCommand], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.PrefillEvent]:
+        if self._driver is None or self._hello is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is still loading")
+        session = serve(
+            request_iterator, context, self._hello, self._driver.stream(), prefill_command_from_pb, prefill_event_to_pb
+        )
+        async with contextlib.aclosing(session):
+            async for event in session:
+                yield event
+
+    async def Pull(
+        self, request_iterator: AsyncIterator[worker_pb2.PullRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        if self._transfer is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is still loading")
+        await self._transfer.Pull(request_iterator, context)
