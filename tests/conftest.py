@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import socket
 import tempfile
 import time
@@ -15,10 +16,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import psutil
-import pytest
-import uvloop
-from cluster import Cluster, running_cluster
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # before grpc loads: tests start processes, none forks on
+
+import psutil  # noqa: E402
+import pytest  # noqa: E402
+import uvloop  # noqa: E402
+from cluster import Cluster, running_cluster  # noqa: E402
 
 GRACE = 3.0  # seconds that processes and tasks have to end after their test
 

@@ -71,6 +71,10 @@ def up(
     ] = None,
 ) -> None:
     """Start a router, prefill workers and decode workers on this machine, and keep them until Ctrl-C."""
+    import os
+
+    # Before grpc loads, here and in every child: it is never used across a fork, and would complain about each.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from pagewire.cli.deployment import Topology
     from pagewire.cli.up import up as run_up
 
