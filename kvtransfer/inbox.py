@@ -145,7 +145,8 @@ class Inbox:
         state.bound.update(destinations)
         state.arriving = True
         state.progress_at = state.heard_at = now
-        return [ToOwner(pull, PullWant(tuple(sorted(destinations))))] if destinations else []
+        wants = [ToOwner(pull, PullWant(tuple(sorted(destinations))))] if destinations else []
+        return [*wants, *self._ready(pull, state)]
 
     def cancel(self, pull: int, now: float) -> list[Action]:
         """The decoder wants it no more; Drained follows, PullFailed does not."""

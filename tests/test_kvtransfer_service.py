@@ -258,10 +258,13 @@ async def test_a_request_without_content_ends_its_own_stream_and_no_other(pair: 
     assert pull not in pair.puller.failed
 
 
+Lies = Callable[[bytes], list[worker_pb2.BlockData | None]]
+
+
 class Liar(worker_pb2_grpc.KvTransferServiceServicer):
     """An owner that announces a block and sends something else."""
 
-    def __init__(self, owner: Owner, lies: Callable[[bytes], list[worker_pb2.BlockData | None]]) -> None:
+    def __init__(self, owner: Owner, lies: Lies) -> None:
         self.owner = owner
         self.lies = lies
 
@@ -275,12 +278,38 @@ class Liar(worker_pb2_grpc.KvTransferServiceServicer):
                     await context.write(worker_pb2.PullEvent(data=data))
 
 
+async def test_a_silent_owner_loses_its_pull_after_three_seconds(free_port: int) -> None:
+    owner = Owner(16, 32, Node("prefill-0", 77, f"127.0.0.1:{free_port}"))
+    ticket = owner.accept(KEY, 8, 0.0)
+    owner.seal(ticket.id, [0], 0.0)
+    near = PullSide(Puller(16, 32))
+    async with liar(owner, free_port, lambda block: []):
+        pull = near.start(ticket, PLACED)
+        began = time.monotonic()
+        await until(lambda: pull in near.puller.drained)
+        assert 2.5 < time.monotonic() - began < 4.5
+        assert near.puller.failed[pull] is Reason.COPY_FAILED
+        await near.clients.close()
+
+
+@contextlib.asynccontextmanager
+async def liar(owner: Owner, port: int, lies: Lies) -> AsyncIterator[None]:
+    server = open_server(Security(), internal=True)
+    worker_pb2_grpc.add_KvTransferServiceServicer_to_server(Liar(owner, lies), server)
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(None)
+
+
 def _data(position: int, offset: int, chunk: bytes, flip: int = 0) -> worker_pb2.BlockData:
     crc = google_crc32c.value(chunk) ^ flip
     return worker_pb2.BlockData(position=position, offset=offset, data=chunk, crc32c=crc)
 
 
-LIES: dict[str, Callable[[bytes], list[worker_pb2.BlockData | None]]] = {
+LIES: dict[str, Lies] = {
     "wrong checksum": lambda block: [_data(0, 0, block, flip=1)],
     "wrong bytes under a right checksum": lambda block: [_data(0, 0, bytes(len(block)))],
     "position out of range": lambda block: [_data(2**31, 0, block)],
@@ -301,16 +330,10 @@ async def test_bytes_that_are_not_what_was_announced_fail_the_pull(lie: str, fre
     owner = Owner(16, 32, Node("prefill-0", 77, f"127.0.0.1:{free_port}"))
     ticket = owner.accept(KEY, 8, 0.0)
     owner.seal(ticket.id, [0], 0.0)
-    server = open_server(Security(), internal=True)
-    worker_pb2_grpc.add_KvTransferServiceServicer_to_server(Liar(owner, LIES[lie]), server)
-    server.add_insecure_port(f"127.0.0.1:{free_port}")
-    await server.start()
     near = PullSide(Puller(16, 32))
-    try:
+    async with liar(owner, free_port, LIES[lie]):
         pull = near.start(ticket, PLACED)
         await until(lambda: pull in near.puller.drained)
         assert near.puller.failed[pull] is Reason.COPY_FAILED
         assert near.puller.pool.available == 16
-    finally:
         await near.clients.close()
-        await server.stop(None)
