@@ -8,7 +8,7 @@ never raises for what a peer says: late, unknown and repeated messages are count
 from __future__ import annotations
 
 import random
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -31,7 +31,6 @@ from engine.messages import (
     PullRequest,
     Reason,
     Refused,
-    RequestKey,
     RouterHello,
     StageTimes,
     Ticket,
@@ -41,15 +40,12 @@ from engine.prefix_cache import chain, root_digest
 from engine.stopping import finish_of
 from engine.types import TokenLogprob
 from kvtransfer.actions import Action, FreeTicket, HandOver, ToRouter
+from kvtransfer.jobs import JobKey, Tombstones, invalid_start
 from kvtransfer.outbox import Outbox
 from kvtransfer.ticket import layout_digest, mint
 from prefill_service.scheduler import Filling, PrefillJob, PrefillScheduler, Progress
 
-JobKey = tuple[int, RequestKey]  # a worker's key for a job: the session is part of it
-
 TICKET_TTL = 60.0  # seconds that a ticket without a Pull is kept
-TOMBSTONE_TTL = 120.0
-MAX_TOMBSTONES = 4096
 DIGESTS_PER_MESSAGE = 4096  # a snapshot of a large cache is cut into messages of this many block hashes
 
 
@@ -100,7 +96,7 @@ class Prefiller:
         self._owners: dict[int, JobKey] = {}  # ticket -> its live job
         self._tables: dict[int, BlockTable] = {}  # ticket -> blocks, until nobody can read or write them
         self._free_after_step: list[int] = []
-        self._tombstones: OrderedDict[JobKey, float] = OrderedDict()  # jobs that are over -> when to forget that
+        self._tombstones = Tombstones()
         self._drain_until = 0.0
         self._step_seconds = 0.0
         self._token_seconds = 0.0  # moving average of a step's time per token
@@ -175,7 +171,7 @@ class Prefiller:
         """Why this start cannot be served, now or ever."""
         if self.draining:
             return Refused(start.key, Reason.DRAINING)
-        if facts := self._invalid(start):
+        if facts := invalid_start(start, self.config.max_model_len, self._vocab_size):
             return Refused(start.key, Reason.INVALID_FIELD, facts=facts)
         blocks, size = self.pool.num_blocks, self.config.block_size
         if (needed := num_blocks_for(len(start.token_ids), size)) > blocks:
@@ -186,25 +182,6 @@ class Prefiller:
             facts = _text(waiting=waiting, limit=self._max_waiting, retry_after=f"{after:.1f}")
             return Refused(start.key, Reason.QUEUE_FULL, after, facts)
         return None
-
-    def _invalid(self, start: PrefillStart) -> dict[str, str]:
-        """The facts of an invalid field; empty when all are in order. Repeats what the router has checked."""
-        tokens, params = len(start.token_ids), start.params
-        if params.seed is None or params.max_tokens is None:
-            return _text(field="seed" if params.seed is None else "max_tokens", sentence="must be set")
-        if not 0 <= start.emitted < tokens:
-            return _text(field="emitted", sentence=f"{start.emitted} of {tokens} tokens leave no prompt")
-        if start.emitted >= params.max_tokens:
-            return _text(
-                field="max_tokens", sentence=f"{start.emitted} of {params.max_tokens} tokens are emitted already"
-            )
-        if tokens >= (limit := self.config.max_model_len):  # one place is left for the token that is sampled
-            return _text(field="prompt", tokens=tokens, limit=limit, largest=limit - 1)
-        low, high = min(start.token_ids), max(start.token_ids)
-        if low < 0 or high >= self._vocab_size:
-            bad = low if low < 0 else high
-            return _text(field="token_ids", sentence=f"{bad} is not in [0, {self._vocab_size - 1}]")
-        return {}
 
     def _retry_after(self) -> float:
         """Seconds until about a quarter of the queue is computed."""
@@ -300,7 +277,7 @@ class Prefiller:
     def _cancel(self, key: JobKey, now: float) -> list[Action]:
         if key not in self._jobs:
             self.ignored["unknown_cancel"] += 1
-            self._bury(key, now)  # a start that arrives late must not begin
+            self._tombstones.add(key, now)  # a start that arrives late must not begin
             return []
         return self._end(key, now) + self._admit(now)
 
@@ -315,18 +292,12 @@ class Prefiller:
 
     def _forget(self, key: JobKey, now: float) -> PrefillJob | Filling | Lease:
         job = self._jobs.pop(key)
-        self._bury(key, now)
+        self._tombstones.add(key, now)
         if not isinstance(job, PrefillJob):
             del self._owners[job.ticket]
         if isinstance(job, Filling):
             self.scheduler.drop(job)
         return job
-
-    def _bury(self, key: JobKey, now: float) -> None:
-        self._tombstones[key] = now + TOMBSTONE_TTL
-        self._tombstones.move_to_end(key)
-        while len(self._tombstones) > MAX_TOMBSTONES:
-            self._tombstones.popitem(last=False)
 
     def _settle(self, actions: Iterable[Action], now: float) -> list[Action]:
         """Takes the outbox's FreeTickets out of `actions` and gives the blocks back; the rest is the driver's."""
@@ -384,8 +355,7 @@ class Prefiller:
         actions += self._settle(self.outbox.tick(now), now)
         if self.draining and now >= self._drain_until:
             actions += self._end_of_grace(now)
-        while self._tombstones and next(iter(self._tombstones.values())) <= now:
-            self._tombstones.popitem(last=False)
+        self._tombstones.expire(now)
         actions += self._admit(now) + self._cache_changes()
         load = self.load()
         return actions + [self._load_for(s) for s in self.sessions if self._sent_load.get(s) != load]

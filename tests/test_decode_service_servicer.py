@@ -148,8 +148,9 @@ async def cluster() -> AsyncIterator[Cluster]:
         await it.d.end()
         for channel in channels:
             await channel.close()
-        for server, stage in zip(servers, (it.decode, it.prefill), strict=True):
+        for stage in reversed(stages):
             await stage.close()
+        for server in servers:
             await server.stop(1.0)
         for task in tasks:
             task.cancel()

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine.messages import FirstToken, Reason, Refused
+from tests.test_prefill_service_servicer import Router
 from wire.channel import open_channel
 from wire.health import is_ready
 from wire.security import Security
@@ -95,6 +97,38 @@ def test_sigterm_drains_and_exits_with_0(free_port: int) -> None:
         code, out, err = it.end()
         assert code == 0 and "draining" in out and "stopped" in out
         assert err == ""
+
+
+async def test_a_second_signal_ends_a_drain_at_once(free_port: int) -> None:
+    with worker(free_port, "--model", "fake") as it:
+        it.wait_for("ready")
+        channel = open_channel(f"127.0.0.1:{free_port}", Security(), internal=True)
+        router = Router(channel)
+        router.start(1, list(range(40)))
+        await router.get(FirstToken)  # now a lease is held, and nobody pulls it
+        it.process.send_signal(signal.SIGTERM)
+        it.wait_for("draining")
+        assert await ready(free_port, "") and not await ready(free_port, SERVICE)
+        router.start(2, [1, 2, 3])
+        assert (await router.get(Refused)).reason is Reason.DRAINING
+        it.process.send_signal(signal.SIGTERM)
+        assert it.end()[0] == 128 + signal.SIGTERM
+        await router.end()
+        await channel.close()
+
+
+async def test_a_drain_ends_when_the_last_router_is_gone(free_port: int) -> None:
+    with worker(free_port, "--model", "fake") as it:
+        it.wait_for("ready")
+        channel = open_channel(f"127.0.0.1:{free_port}", Security(), internal=True)
+        router = Router(channel)
+        router.start(1, list(range(40)))
+        await router.get(FirstToken)
+        it.process.send_signal(signal.SIGTERM)
+        it.wait_for("draining")
+        await router.end()
+        assert it.end()[0] == 0
+        await channel.close()
 
 
 def test_sigterm_while_loading_ends_at_once(free_port: int) -> None:

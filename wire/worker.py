@@ -7,6 +7,7 @@ one sentence and exit code 2. Owns the server and the process; the Stage owns ev
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -154,4 +155,5 @@ class _Process:
         os._exit(code)
 
     def _say(self, line: str) -> None:
-        print(f"{self._options.name}: {line}", flush=True)
+        with contextlib.suppress(OSError):  # whoever read this may be gone: a drain goes on without an audience
+            print(f"{self._options.name}: {line}", flush=True)
