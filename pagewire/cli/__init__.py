@@ -7,7 +7,8 @@ one sentence on stderr and exits with a status other than 0; nobody sees a trace
 from __future__ import annotations
 
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -112,9 +113,10 @@ def generate(
     """Answer one prompt, from the argument or from standard input, and stream the text to standard output."""
     from pagewire.cli.ask import generate as run_generate
 
-    text = sys.stdin.read() if prompt is None else prompt
+    text = _standard_input() if prompt in (None, "-") else prompt
     sampling = _sampling(max_tokens, temperature, top_p, seed)
-    _run(run_generate(address, text, sampling, raw=raw, stats=stats))
+    with _sentences():
+        run_generate(address, text, sampling, raw=raw, stats=stats)
 
 
 @app.command()
@@ -129,7 +131,8 @@ def chat(
     """Talk with the model over several turns; /help lists what else can be typed."""
     from pagewire.cli.ask import chat as run_chat
 
-    _run(run_chat(address, system, _sampling(max_tokens, temperature, top_p, seed)))
+    with _sentences():
+        run_chat(address, system, _sampling(max_tokens, temperature, top_p, seed))
 
 
 @app.command()
@@ -171,10 +174,29 @@ def _sampling(max_tokens: int | None, temperature: float, top_p: float, seed: in
         raise CommandFailed(str(error), exit_code=2) from None
 
 
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CommandFailed(f"standard input is not UTF-8: {error.reason} at byte {error.start}", exit_code=2) from None
+
+
 def _run(work: Coroutine[Any, Any, None]) -> None:
     import asyncio
 
-    asyncio.run(work)
+    with _sentences():
+        asyncio.run(work)
+
+
+@contextmanager
+def _sentences() -> Iterator[None]:
+    """What the client says is what the user reads."""
+    from pagewire.answers import PagewireError
+
+    try:
+        yield
+    except PagewireError as error:
+        raise CommandFailed(str(error)) from None
 
 
 def main() -> None:

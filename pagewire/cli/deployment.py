@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pagewire.cli.failure import CommandFailed
 from pagewire.cli.processes import Child, Program
@@ -143,8 +144,9 @@ class Deployment:
         """Returns when every process says that it is ready; raises Died if one ends before."""
         death = asyncio.ensure_future(self.next_death())
         ready = asyncio.gather(*(self._ready(child, on_ready) for child in self.children))
+        both: set[asyncio.Future[Any]] = {death, ready}
         try:
-            await asyncio.wait({death, ready}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if death.done():
                 raise death.result()
             await ready

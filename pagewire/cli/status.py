@@ -1,0 +1,101 @@
+"""What a deployment says of itself: the block that `up` prints, `pagewire ps` and `pagewire health`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from rich.console import Console
+
+from pagewire.answers import ServerInfo, WorkerStatus
+from pagewire.cli.deployment import Topology
+from pagewire.cli.failure import CommandFailed
+from pagewire.client import AsyncClient
+
+INFO_TIMEOUT = 10.0  # seconds
+
+
+async def print_deployment(topology: Topology, log_dir: Path, console: Console) -> None:
+    """URLs, model, pool sizes, roles, transport, and commands to paste."""
+    async with AsyncClient(topology.address) as client:
+        info = await client.server_info(timeout=INFO_TIMEOUT)
+    address = "" if topology.address == "127.0.0.1:50051" else f" --address {topology.address}"
+    dtypes = ", ".join(sorted({worker.dtype for worker in info.workers}))
+    lines = [
+        "",
+        f"pagewire {metadata.version('pagewire')} is ready",
+        f"  gRPC       {topology.address}   pagewire.v1.GenerationService, health and reflection",
+        f"  model      {topology.model}, {dtypes}",
+        *(f"  {worker.role:<10} {worker.address}   {pool(worker)}" for worker in info.workers),
+        f"  transport  {transport(info)}",
+        f"  logs       {log_dir}",
+        "",
+        "In another terminal:",
+        f"  pagewire chat{address}",
+        f'  pagewire generate "What is the capital of France?"{address}',
+        f"  pagewire ps{address}",
+        "From Python:",
+        "  from pagewire import Client",
+        f'  print(Client("{topology.address}").generate([{{"role": "user", "content": "Hello"}}]).text)',
+        "",
+        "Ctrl-C stops everything.",
+    ]
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def pool(worker: WorkerStatus) -> str:
+    tokens = worker.total_blocks * worker.block_size
+    return f"{worker.total_blocks:,} KV blocks x {worker.block_size} = {tokens:,} tokens"
+
+
+def transport(info: ServerInfo) -> str:
+    """What every worker offers is what blocks move by."""
+    offers = [set(worker.transports) for worker in info.workers]
+    return ", ".join(sorted(set.intersection(*offers))) if offers else "none"
+
+
+async def ps(address: str) -> None:
+    async with AsyncClient(address) as client:
+        info = await client.server_info(timeout=INFO_TIMEOUT)
+    rows = [("ROLE", "ADDRESS", "STATE", "RUNNING", "WAITING", "KV BLOCKS IN USE", "LEASED", "PULLED")]
+    rows += [
+        (
+            worker.role,
+            worker.address,
+            "accepting" if worker.accepting else worker.reason or "not accepting",
+            str(worker.running),
+            str(worker.waiting),
+            f"{worker.total_blocks - worker.free_blocks:,} of {worker.total_blocks:,}",
+            f"{worker.leased_blocks:,}",
+            f"{worker.pulled_blocks:,}",
+        )
+        for worker in info.workers
+    ]
+    print(f"router {address}, version {info.version}, up {info.uptime:.0f} s")
+    print(table(rows) if info.workers else "no worker is connected")
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+async def health(address: str, service: str, timeout: float) -> None:
+    """Prints one word, or raises CommandFailed: not ready, or nobody there."""
+    from wire.channel import open_channel
+    from wire.health import is_ready
+    from wire.security import Security
+
+    channel = open_channel(address, Security(), internal=False)
+    try:
+        ready, alive = await asyncio.gather(is_ready(channel, service, timeout), is_ready(channel, "", timeout))
+    finally:
+        await channel.close()
+    if not ready:
+        state = f"is alive, but {service} is not ready" if alive else "does not answer"
+        raise CommandFailed(f"{address} {state}")
+    print("ready" if service else "alive")
