@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 import uuid
 from collections.abc import Sequence
 
@@ -23,7 +22,6 @@ from router.text.model import Prompt, TextModel
 from router.validate import CheckedRequest, Chunking, choice_seed
 from wire.codec import logprob_to_pb, to_duration
 
-
 _FINISH_REASONS = {
     FinishReason.STOP: gpb.FINISH_REASON_STOP,
     FinishReason.LENGTH: gpb.FINISH_REASON_LENGTH,
@@ -34,11 +32,9 @@ _FINISH_REASONS = {
 
 
 class Generation:
-    """`began` is when the client's call arrived. Close it, always."""
+    """Close it, always."""
 
-    def __init__(
-        self, checked: CheckedRequest, prompt: Prompt, model: TextModel, call: Call, counts: Counts, began: float
-    ) -> None:
+    def __init__(self, checked: CheckedRequest, prompt: Prompt, model: TextModel, call: Call, counts: Counts) -> None:
         self.request_id = checked.request_id or uuid.uuid4().hex
         self.model = model
         self.prompt_logprobs: Sequence[TokenLogprob] = ()
@@ -47,7 +43,6 @@ class Generation:
         self._prompt = prompt
         self._call = call
         self._counts = counts
-        self._began = began
         self._cached_tokens = 0
         self._seed = 0
         self._outcomes: dict[int, Outcome] = {}
@@ -66,7 +61,6 @@ class Generation:
         checked = self._checked
         if self._answers[0].stopped is not None:
             raise RequestError("INVALID_ARGUMENT", "the resumed tokens end the answer already", field="resume")
-        left = max(0.0, deadline - (time.monotonic() - self._began))
         for index in range(checked.params.n):
             params = dataclasses.replace(
                 checked.params,
@@ -74,7 +68,7 @@ class Generation:
                 seed=checked.params.seed if index == 0 else choice_seed(self._seed, index),
                 prompt_logprobs=checked.params.prompt_logprobs if index == 0 else None,
             )
-            request = RouterRequest(self._prompt.token_ids, params, left, checked.namespace, checked.resume)
+            request = RouterRequest(self._prompt.token_ids, params, deadline, checked.namespace, checked.resume)
             self._call.submit(request)
             if index == 0:
                 self._seed = self._call.seed(0)

@@ -127,13 +127,12 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _begin(self, request: gpb.GenerateRequest, context: grpc.aio.ServicerContext) -> Generation:
         """Checks, tokenizes and submits every choice. Whoever gets the generation closes it."""
-        began = time.monotonic()
         model = self._model()
         checked = check_generate(request, model)
         prompt = await _encode(checked.source, model)
         if not prompt.token_ids:
             raise RequestError("INVALID_ARGUMENT", "the prompt is empty: it has no tokens", field="prompt")
-        generation = Generation(checked, prompt, model, Call(self._driver), self._counts, began)
+        generation = Generation(checked, prompt, model, Call(self._driver), self._counts)
         submitted = False
         try:
             generation.submit(self._deadlines.of(context))

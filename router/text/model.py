@@ -99,8 +99,11 @@ class TextModel:
 
 
 def check_size(field: str, text: str) -> None:
-    """Raises InvalidField for a text that is too large to be worth tokenizing."""
-    size = len(text.encode("utf-8", "surrogatepass"))
+    """Raises InvalidField for a text that is too large to be worth tokenizing, or that is no text."""
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
+        raise InvalidField(field, f"{field} holds half of a surrogate pair, which is no character") from error
     if size > MAX_PROMPT_BYTES:
         raise InvalidField(field, f"{field} must have at most {MAX_PROMPT_BYTES} bytes, got {size}")
 
