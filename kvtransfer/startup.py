@@ -46,7 +46,7 @@ def assemble(options: WorkerOptions, say: Say) -> Engine:
     phases = _Phases(say)
     try:
         phases("finding the model", 0.0)
-        source = resolve_model(options.model, phases)
+        source = resolve_model(options.model, phases, options.cache_dir)
         return _with_torch(options, source, ModelConfig.from_dir(source.dir), phases)
     except (ModelError, OSError) as error:
         raise CannotStart(str(error)) from error

@@ -44,6 +44,7 @@ class WorkerOptions:
     role: Role
     name: str
     model: str
+    cache_dir: Path | None
     host: str
     port: int
     http_port: int
@@ -89,6 +90,7 @@ def parse(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> Worker
         role=role,
         name=args.name or f"{role.name}-{args.port}",
         model=args.model,
+        cache_dir=args.cache_dir,
         host=args.host,
         port=args.port,
         http_port=args.http_port,
@@ -112,6 +114,7 @@ def _parser(role: Role) -> _Parser:
     parser = _Parser(f"pagewire {role.name}", description=f"A {role.name} worker.", allow_abbrev=False)
     add = parser.add_argument
     add("--model", help="a directory, a .gguf file, a name in the Hugging Face cache, smollm2, or random:SHAPE")
+    add("--cache-dir", type=Path, help="where converted models are kept (default: ~/.cache/pagewire/models)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=_port, default=role.port, help="gRPC port; 0 lets the system choose (default: %(default)s)")
     add("--http-port", type=_port, default=role.http_port, help="reserved for metrics (default: %(default)s)")
