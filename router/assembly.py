@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 
-from router.config import Settings
+from router.config import CannotServe, Settings
 from router.dispatch import Dispatcher
 from router.driver import Driver
 from router.metrics import Counts
@@ -20,6 +20,7 @@ from router.preparing import ServedModel, prepare
 from router.servicer import Deadlines, GenerationService
 from router.sessions import Sessions
 from router.text.model import TextModel
+from router.text.tokenizer import NoTokenizer
 from router.workers import Role
 from wire.health import Health
 from wire.logs import get_logger
@@ -49,7 +50,7 @@ class Router:
         )
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set and what was running has ended, or had its grace. Raises CannotPrepare, NoTokenizer."""
+        """Until `stop` is set and what was running has ended, or had its grace. Raises CannotServe."""
         work = [self._driver.run(), self._serve(), self._watch(stop), self._counts.report()]
         tasks = [asyncio.create_task(each) for each in work]
         stopping = asyncio.create_task(self._until_drained(stop))
@@ -68,7 +69,10 @@ class Router:
         prepared = await prepare(settings.model, settings.cache_dir, self._model.progress)
         names = settings.names or (prepared.name,)
         self._model.progress("loading the tokenizer")
-        self._model.set(await asyncio.to_thread(TextModel, names, prepared.directory))
+        try:
+            self._model.set(await asyncio.to_thread(TextModel, names, prepared.directory))
+        except NoTokenizer as error:
+            raise CannotServe(str(error)) from error
         await self._sessions.run(self._driver, prepared.digest)
 
     async def _watch(self, stop: asyncio.Event) -> None:

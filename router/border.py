@@ -16,9 +16,6 @@ from google.protobuf.message import DecodeError, Message
 
 from protos import generation_pb2, generation_pb2_grpc
 from router.status import RequestError, abort
-from wire.logs import get_logger
-
-log = get_logger("border")
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
@@ -83,8 +80,10 @@ async def _guarded(
     except (RequestError, grpc.aio.BaseError):
         raise
     except Exception as error:
+        from wire.logs import get_logger  # a fifth of the time in which the process has to be alive
+
         error_id = secrets.token_hex(8)
-        log.exception("call_broke", method=name, error_id=error_id)
+        get_logger("border").exception("call_broke", method=name, error_id=error_id)
         raise RequestError(
             "INTERNAL",
             f"an internal error ended the request; the router's log has it under the id {error_id}",

@@ -23,6 +23,10 @@ class BadSetting(ValueError):
     """A flag or its environment variable is wrong; str() is one sentence that names it."""
 
 
+class CannotServe(Exception):
+    """The model cannot be served; str() is one sentence for whoever started the router."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`names` are what clients may call the model; empty leaves that to the model. Times are seconds."""

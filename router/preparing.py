@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from router.config import CannotServe
 from router.status import RequestError
 from router.text.model import TextModel
 from wire.logs import get_logger
@@ -21,10 +22,6 @@ from wire.logs import get_logger
 log = get_logger("preparing")
 
 STOP_S = 2.0  # how long a conversion that is told to stop may take to clean up
-
-
-class CannotPrepare(Exception):
-    """The model cannot be served; str() is one sentence for whoever started the router."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ class ServedModel:
 
 
 async def prepare(name: str, cache_dir: Path | None, progress: Callable[[str], None]) -> Prepared:
-    """Waits until the model is a local directory. Raises CannotPrepare."""
+    """Waits until the model is a local directory. Raises CannotServe."""
     argv = [sys.executable, "-m", "engine.loader", "prepare", name]
     if cache_dir is not None:
         argv += ["--cache-dir", str(cache_dir)]
@@ -85,7 +82,7 @@ async def prepare(name: str, cache_dir: Path | None, progress: Callable[[str], N
         if child.returncode is None:
             await _stop(child)
     if code != 0:
-        raise CannotPrepare(str(last.get("error") or f"preparing {name} failed: its process exited with status {code}"))
+        raise CannotServe(str(last.get("error") or f"preparing {name} failed: its process exited with status {code}"))
     return Prepared(str(last["name"]), Path(last["dir"]), bytes.fromhex(last["digest"]))
 
 
