@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -84,12 +85,28 @@ async def test_a_process_that_dies_is_reported_with_its_last_words() -> None:
         await deployment.stop()
     assert "decode-1" in str(caught.value) and "exited with status 1" in str(caught.value)
     assert "pagewire decode: no such model" in str(caught.value)
-    assert deployment.log_dir.is_dir(), "the logs of a death are kept"
+    assert str(deployment.log_dir) in str(caught.value) and deployment.log_dir.is_dir(), "the logs of a death are kept"
+    shutil.rmtree(deployment.log_dir)
 
 
-async def test_a_clean_stop_leaves_no_file() -> None:
+async def test_logs_of_a_start_that_was_given_up_are_kept_and_quoted() -> None:
     deployment = Deployment(grace=5.0)
-    await deployment.start([script("router", "import signal; signal.pause()")], said=lambda *_: None)
+    try:
+        await deployment.start(
+            [script("router", "print('router: waiting', flush=True); import signal; signal.pause()")],
+            said=lambda *_: None,
+        )
+        while not deployment.children[0].last_lines():
+            await asyncio.sleep(0.01)
+        assert "router is not ready" in deployment.why_not_ready() and "router: waiting" in deployment.why_not_ready()
+    finally:
+        await deployment.stop()
+    assert deployment.log_dir.exists()
+    shutil.rmtree(deployment.log_dir)
+
+
+async def test_a_deployment_that_started_nothing_leaves_no_file() -> None:
+    deployment = Deployment(grace=5.0)
     await deployment.stop()
     assert not deployment.log_dir.exists()
 

@@ -117,23 +117,23 @@ class Died(CommandFailed):
     """A process of the deployment ended by itself."""
 
     def __init__(self, child: Child) -> None:
-        log = "".join(f"\n  {line}" for line in child.last_lines()) or "\n  (it printed nothing)"
-        super().__init__(f"{child.program.name} (pid {child.pid}) {child.how_it_ended()}; its last lines:{log}")
+        super().__init__(f"{child.program.name} (pid {child.pid}) {child.how_it_ended()}{child.last_words()}")
         self.child = child
 
 
 class Deployment:
     """The processes that were started. The caller awaits `stop` whatever happens, also when `start` was interrupted.
 
-    Logs are kept only if a process ended by itself.
+    Logs are kept only if a process ended by itself, or if not all became ready.
     """
 
     def __init__(self, grace: float) -> None:
         self.log_dir = Path(tempfile.mkdtemp(prefix="pagewire-"))
         self.children: list[Child] = []
         self._grace = grace
-        self._keep_logs = False
+        self._keep_logs = True
         self._dead: set[Child] = set()
+        self._ready_ones: set[Child] = set()
 
     async def start(self, wanted: list[Program], said: Callable[[str, str], None]) -> None:
         """`said` gets (process name, phase) whenever one of them says what it does."""
@@ -150,10 +150,19 @@ class Deployment:
             if death.done():
                 raise death.result()
             await ready
+            self._keep_logs = False
         finally:
             death.cancel()
             ready.cancel()
             await asyncio.gather(death, ready, return_exceptions=True)
+
+    def why_not_ready(self) -> str:
+        """The last words of those that are not ready, for a user who gave up waiting."""
+        return "".join(
+            f"\n{child.program.name} is not ready{child.last_words()}"
+            for child in self.children
+            if child not in self._ready_ones
+        )
 
     async def next_death(self) -> Died:
         """Waits until a process that was running ends by itself."""
@@ -178,7 +187,7 @@ class Deployment:
         for stage in (("router",), tuple(MODULES)):
             children = [child for child in self.children if child.program.role in stage]
             await asyncio.gather(*(child.stop(self._grace) for child in children))
-        if not self._keep_logs:
+        if not self._keep_logs or not self.children:
             shutil.rmtree(self.log_dir, ignore_errors=True)
 
     async def kill(self) -> None:
@@ -195,4 +204,5 @@ class Deployment:
                 await asyncio.sleep(HEALTH_INTERVAL)
         finally:
             await channel.close()
+        self._ready_ones.add(child)
         on_ready(child)

@@ -107,6 +107,11 @@ class Child:
             return f"was killed by {signal.Signals(-code).name}"
         return f"exited with status {code}"
 
+    def last_words(self) -> str:
+        """To stand after what is said of it."""
+        lines = "".join(f"\n  {line}" for line in self.last_lines())
+        return f"; its last lines, of {self.log}:{lines}" if lines else " and printed nothing"
+
     def last_lines(self) -> list[str]:
         """The end of its log, JSON lines made readable."""
         with self.log.open("rb") as file:

@@ -79,7 +79,8 @@ async def up(topology: Topology, demo: str | None, grace: float) -> None:
     try:
         await signals.unless_interrupted(_serve(topology, demo, deployment, console))
     except Interrupted:
-        console.print(f"\nstopping: requests have {grace:g} s to finish, a second Ctrl-C stops at once")
+        console.print(deployment.why_not_ready(), markup=False)
+        console.print(f"stopping: requests have {grace:g} s to finish, a second Ctrl-C stops at once")
     finally:
         if not await signals.unless_hurried(deployment.stop()):
             await deployment.kill()
