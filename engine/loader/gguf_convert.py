@@ -74,9 +74,8 @@ def _is_intact(folder: Path) -> bool:
 
 def _convert(file: Path, folder: Path, progress: Progress) -> None:
     progress("reading the GGUF", 0.0)
-    # Before anything slow, and before the child starts: a file that we cannot serve fails in a moment.
-    metadata, sources, config = _read(file)
-    with TokenizerChild(file, folder) as tokenizer:
+    with TokenizerChild(file, folder) as tokenizer:  # its import takes longest, so it starts first
+        metadata, sources, config = _read(file)
         _write_weights(sources, folder / _WEIGHTS, progress)
         progress("writing the tokenizer", 0.0)
         tokenizer.finish(metadata)
