@@ -292,6 +292,9 @@ class Dispatcher:
         if role in self._reserved and self._reserved[role][0] not in eligible:
             del self._reserved[role]
         reserved, by = self._reserved.get(role, ("", 0))
+        if by == flow.request and flow.suspicion == 0:  # a worker that it seemed to have lost came back
+            del self._reserved[role]
+            reserved = ""
         if flow.suspicion == 0:
             return [worker for worker in workers if worker.address != reserved and not self._suspects(worker)]
         mine = by == flow.request
@@ -320,9 +323,7 @@ class Dispatcher:
         """Every leg is in its worker's job list and the other way round; nobody who ended is anywhere."""
         legs = {(flow.request, role): leg.address for flow in self.flows.values() for role, leg in flow.legs.items()}
         assert legs == self._held, f"legs {legs} are not the booked {self._held}"
-        jobs = {
-            (request, worker.role): worker.address for worker in self.workers.all() for request in worker.jobs
-        }
+        jobs = {(request, worker.role): worker.address for worker in self.workers.all() for request in worker.jobs}
         assert jobs == legs, f"jobs at workers {jobs} are not the legs {legs}"
         for name, group in (("queue", self._queue), ("waiting", self._waiting)):
             stray = group.keys() - self.flows.keys()

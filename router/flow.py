@@ -235,9 +235,7 @@ class Flow:
             return self._copy_failed(address, event.reason, now)
         return self._next_attempt(now)
 
-    def worker_lost(
-        self, address: str, role: Role, incarnation: int, alone: bool, now: float
-    ) -> list[FlowAction]:
+    def worker_lost(self, address: str, role: Role, incarnation: int, alone: bool, now: float) -> list[FlowAction]:
         """The session to a worker that holds a leg is gone, and all that it did for this request with it.
 
         `alone`: the worker ran nothing else of this router. A session that comes back with the same incarnation
@@ -342,6 +340,7 @@ class Flow:
         actions: list[FlowAction] = []
         if (owner := self.legs.get(Role.PREFILL)) is not None:
             actions.append(LinkFailed(owner.address, decode))
+            self.avoid[Role.PREFILL, owner.address] = now + self._backoff()  # it may be dead and not yet known to be
         # A later placement may find the ticket taken by the worker that died: that loss is counted already.
         if reason is Reason.COPY_FAILED or self.placement == 1:
             self.failed_copies += 1
@@ -369,9 +368,7 @@ class Flow:
 
     def _leave(self) -> list[FlowAction]:
         """Cancel what still holds something for this request; whoever said its last word is gone from `legs`."""
-        actions: list[FlowAction] = [
-            ToWorker(leg.address, role, Cancel(leg.key)) for role, leg in self.legs.items()
-        ]
+        actions: list[FlowAction] = [ToWorker(leg.address, role, Cancel(leg.key)) for role, leg in self.legs.items()]
         self.legs.clear()
         self.ticket = None
         return actions

@@ -20,6 +20,7 @@ def main() -> None:
         return
     codes: Counter[str] = Counter()
     faults: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     events, bad, began = 0, [], time.perf_counter()
     for seed in range(options.seed, options.last):
         try:
@@ -30,11 +31,13 @@ def main() -> None:
             continue
         codes += report.codes
         faults += report.faults
+        seen += report.seen
         events += report.events
     seconds = time.perf_counter() - began
     print(f"{options.last - options.seed} seeds, {events} events, {seconds:.1f} s; bad: {bad}")
     print(dict(codes))
     print(dict(faults))
+    print(dict(seen))
 
 
 main()

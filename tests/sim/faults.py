@@ -22,13 +22,24 @@ class Faults:
         self.world = world
         self.rng = world.rng
         self.until = self.rng.choice((2.0, 6.0, 15.0))
+        self.burst = self.rng.choice((0.05, 0.3, 1.0))  # requests arrive in this part of the faulty time
         self.done: Counter[str] = Counter()
         self.corrupt = self.rng.choice((0.0, 0.0, 0.02, 0.1))
         self.slow = self.rng.choice((0.0, 0.0, 0.05, 0.3))
         self.hung = self.rng.choice((0.0, 0.0, 0.02, 0.1))
 
     def plan(self) -> None:
-        kinds = [self.kill, self.kill, self.bury, self.stop, self.partition, self.partition, self.cut, self.cut, self.drain]
+        kinds = [
+            self.kill,
+            self.kill,
+            self.bury,
+            self.stop,
+            self.partition,
+            self.partition,
+            self.cut,
+            self.cut,
+            self.drain,
+        ]
         for _ in range(self.rng.choice((0, 2, 4, 8, 12))):
             fault = self.rng.choice(kinds)
             self.world.clock.at(self.rng.random() * self.until, fault)

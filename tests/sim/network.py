@@ -243,4 +243,3 @@ class Network:
         for stream in self.of(process):
             delay = self.rng.random() * 0.05 if loud else self.silence + self.rng.random() * 0.2
             stream.cut(delay, delay)
-

@@ -178,7 +178,9 @@ class PrefillProcess(WorkerProcess):
                 self.post(0.0, lambda: self.pull_closed(pull))
             elif not owner.closing:
                 owner.reading = True
-                self.post(self.rng.random() * self.world.tuning.copy_seconds, lambda a=action: self.read(pull, owner, a))
+                self.post(
+                    self.rng.random() * self.world.tuning.copy_seconds, lambda a=action: self.read(pull, owner, a)
+                )
 
     def read(self, pull: int, owner: _OwnerPull, action: SendBlock) -> None:
         owner.reading = False
@@ -194,7 +196,7 @@ class _PullerPull:
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
-        self.writing = 0
+        self.writing: set[int] = set()  # positions
         self.closed = False
 
 
@@ -234,7 +236,9 @@ class DecodeProcess(WorkerProcess):
             return
         state = self.pulls[action.pull] = _PullerPull(None)
         at_owner = self.world.next_pull()
-        near = End(self, lambda m: self.pull_message(action.pull, state, m), lambda: self.stream_over(action.pull, state))
+        near = End(
+            self, lambda m: self.pull_message(action.pull, state, m), lambda: self.stream_over(action.pull, state)
+        )
         far = End(owner, lambda m: owner.pull_message(at_owner, m), lambda: owner.pull_closed(at_owner))
         state.stream = self.world.network.open(near, far)
         owner.pull_opened(at_owner, state.stream)
@@ -253,16 +257,16 @@ class DecodeProcess(WorkerProcess):
 
     def data(self, pull: int, state: _PullerPull, position: int, data: bytes) -> None:
         block = self.decoder.destination(pull, position)
-        if block is None:
+        if block is None or position in state.writing:  # not asked for, or said twice
             self.act(self.decoder.copy_failed(pull, position, self.clock.now))
             return
-        state.writing += 1
+        state.writing.add(position)
         self.post(self.world.faults.write_seconds(), lambda: self.written(pull, state, position, block, data))
 
     def written(self, pull: int, state: _PullerPull, position: int, block: int, data: bytes) -> None:
         """The write lands whatever has happened meanwhile; only then may its stream count as closed."""
         self.runner.write_block(block, data)
-        state.writing -= 1
+        state.writing.discard(position)
         if self.decoder.destination(pull, position) is not None:
             digest = self.runner.cache.digest(block, position, self.decoder.block_tokens(pull, position))
             self.act(self.decoder.copied(pull, position, digest, self.clock.now))
@@ -271,5 +275,5 @@ class DecodeProcess(WorkerProcess):
 
     def stream_over(self, pull: int, state: _PullerPull) -> None:
         state.closed = True
-        if state.writing == 0 and self.pulls.pop(pull, None) is not None:
+        if not state.writing and self.pulls.pop(pull, None) is not None:
             self.act(self.decoder.pull_stream_closed(pull, self.clock.now))

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.fake_runner import fake_tokens
-from engine.messages import RouterHello, WorkerHello
+from engine.messages import DecodeStart, Failed, PrefillStart, Refused, RouterHello, WorkerHello
 from engine.stopping import finish_of
 from engine.types import FinishReason, SamplingParams
-from router.actions import Action, Emit, End as Ended, Outcome, RouterRequest, ToWorker
+from router.actions import Action, Emit, Outcome, RouterRequest, ToWorker
+from router.actions import End as Ended
 from router.admission import RouterConfig
 from router.dispatch import Dispatcher
-from router.workers import Role
 from tests.sim.faults import Faults
 from tests.sim.network import Clock, End, Network, Process, Stream
 from tests.sim.workers import EOS, VOCAB, DecodeProcess, PrefillProcess, WorkerProcess
@@ -32,7 +32,7 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Sizes and times of one run, in seconds. Drawn per seed: with fixed ones, one defence hides the lack of another."""
+    """Sizes and times of one run, in seconds. Drawn per seed: while they are fixed, one defence hides another's lack."""
 
     requests: int
     max_delay: float
@@ -46,6 +46,7 @@ class Tuning:
     window: int
     headroom: int
     concurrent: int
+    leavers: float  # the part of the clients that cancel
     loss: float
     audit_every: int
     prefill_blocks: int
@@ -54,7 +55,7 @@ class Tuning:
     @classmethod
     def draw(cls, rng: random.Random, lossy: bool) -> Tuning:
         return cls(
-            requests=rng.randint(4, 12),
+            requests=rng.randint(4, 14),
             max_delay=rng.choice((0.002, 0.02, 0.2)),
             step_seconds=rng.choice((0.02, 0.05, 0.2)),
             copy_seconds=rng.choice((0.001, 0.02, 0.1)),
@@ -66,10 +67,11 @@ class Tuning:
             window=rng.choice((2, 6, 64)),
             headroom=rng.choice((0, 2)),
             concurrent=rng.choice((3, 100)),
+            leavers=rng.choice((0.05, 0.1, 0.5)),
             loss=rng.choice((0.002, 0.02)) if lossy else 0.0,
             audit_every=rng.choice((1, 7, 29)),
-            prefill_blocks=rng.randint(8, 20),
-            decode_blocks=rng.randint(8, 20),
+            prefill_blocks=rng.randint(6, 16),
+            decode_blocks=rng.randint(6, 16),
         )
 
 
@@ -89,6 +91,8 @@ class Client:
     stop_at: int | None = None
     stalls_at: int | None = None
     stalls_for: float = 0.0
+    reads_at: float = 0.0
+    read: int = 0
 
 
 @dataclass(slots=True)
@@ -96,8 +100,8 @@ class Report:
     codes: Counter[str]
     events: int
     seconds: float
-    attempts: Counter[int]
-    faults: Counter[str]
+    faults: Counter[str]  # what was done to the run
+    seen: Counter[str]  # what the cores met because of it
 
 
 class RouterProcess(Process):
@@ -144,6 +148,8 @@ class RouterProcess(Process):
                 self.sessions[worker.name] = stream
                 self.act(self.core.worker_up(worker.name, worker.role, event, self.clock.now))
             else:
+                if isinstance(event, Failed | Refused):
+                    self.world.seen[f"{worker.role.value} {type(event).__name__} {event.reason.name}"] += 1
                 self.act(self.core.on_event(worker.name, worker.role, event, self.clock.now))
 
         def closed() -> None:
@@ -176,12 +182,20 @@ class RouterProcess(Process):
     def act(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, ToWorker):
+                if isinstance(action.command, PrefillStart | DecodeStart):
+                    self.count_start(action.command)
                 if (stream := self.sessions.get(action.address)) is not None:
                     stream.send(0, action.command)
             elif isinstance(action, Emit):
                 self.emitted(self.clients[action.request], action)
             else:
                 self.ended(self.clients[action.request], action)
+
+    def count_start(self, start: PrefillStart | DecodeStart) -> None:
+        if start.key.placement > 1:
+            self.world.seen["another placement"] += 1
+        elif start.key.attempt > 1 and start.key.placement == 0:
+            self.world.seen[f"attempt {min(start.key.attempt, 5)}"] += 1
 
     def emitted(self, client: Client, emit: Emit) -> None:
         if client.outcome is not None:
@@ -195,11 +209,22 @@ class RouterProcess(Process):
             raise Violation(f"request {client.request:#x}: tokens {got} instead of {due[: len(got)]}")
         if client.stop_at is not None and len(got) >= client.stop_at:
             self.post(0.0, lambda: self.act(self.core.stop(client.request, self.clock.now)))
-        delay = self.world.rng.random() * 0.1
+        client.reads_at = max(client.reads_at, self.clock.now) + self.world.rng.random() * 0.05
         if client.stalls_at is not None and len(got) >= client.stalls_at:
-            delay, client.stalls_at = client.stalls_for, None
-        index = len(got)
-        self.post(delay, lambda: self.act(self.core.consumed(client.request, index, self.clock.now)))
+            client.reads_at, client.stalls_at = self.clock.now + client.stalls_for, None
+        unread, flow = len(got) - client.read, self.core.flows.get(client.request)
+        if (
+            flow is not None and unread > self.world.tuning.window + flow.attempt
+        ):  # each attempt prefills one uncredited
+            raise Violation(
+                f"request {client.request:#x}: {unread} tokens unread, the window is {self.world.tuning.window}"
+            )
+        index, wait = len(got), client.reads_at - self.clock.now
+        self.post(wait, lambda: self.read(client, index))
+
+    def read(self, client: Client, index: int) -> None:
+        client.read = index
+        self.act(self.core.consumed(client.request, index, self.clock.now))
 
     def ended(self, client: Client, end: Ended) -> None:
         if client.outcome is not None:
@@ -215,9 +240,7 @@ class World:
         self.rng = random.Random(f"pagewire-{seed}-{lossy}")
         self.tuning = Tuning.draw(self.rng, lossy)
         self.clock = Clock()
-        self.network = Network(
-            self.clock, self.rng, self.tuning.max_delay, self.tuning.silence, self.tuning.loss
-        )
+        self.network = Network(self.clock, self.rng, self.tuning.max_delay, self.tuning.silence, self.tuning.loss)
         self.trace = trace
         self.faults = Faults(self)
         self.router = RouterProcess(self)
@@ -227,6 +250,7 @@ class World:
         ]
         self.processes: dict[str, Process] = {each.name: each for each in (self.router, *self.workers)}
         self.clients: list[Client] = []
+        self.seen: Counter[str] = Counter()
         self._pulls = 0
 
     def next_pull(self) -> int:
@@ -243,7 +267,9 @@ class World:
         for _ in range(self.tuning.requests):
             client = self.client(shared)
             self.clients.append(client)
-            self.clock.at(self.rng.random() * self.faults.until, lambda client=client: self.arrive(client))
+            self.clock.at(
+                self.rng.random() * self.faults.until * self.faults.burst, lambda client=client: self.arrive(client)
+            )
         self.faults.plan()
         events = self.until(lambda: self.clock.now > self.faults.until, 10_000)
         events += self.until(lambda: all(c.outcome is not None for c in self.clients), 400.0)
@@ -254,7 +280,7 @@ class World:
         events += self.until(self.drained, 60.0)
         self.check_drained(self.clock.now - calm)
         codes = Counter(client.outcome.code for client in self.clients if client.outcome)
-        return Report(codes, events, self.clock.now, Counter(), self.faults.done)
+        return Report(codes, events, self.clock.now, self.faults.done, self.seen)
 
     def until(self, done: Callable[[], bool], seconds: float) -> int:
         limit, events = self.clock.now + seconds, 0
@@ -293,11 +319,11 @@ class World:
         kind = rng.random()
         deadline = rng.uniform(0.2, 5.0) if kind < 0.06 else 40.0 if self.tuning.loss else 1000.0
         client = Client(RouterRequest(prompt, params, deadline, rng.choice((b"", b"tenant"))), expected, finish)
-        if 0.06 <= kind < 0.16:
-            client.patience = rng.random() * 3.0
-        elif 0.16 <= kind < 0.22:
+        if rng.random() < self.tuning.leavers:
+            client.patience = rng.random() * rng.choice((0.3, 3.0))
+        elif kind < 0.12:
             client.stop_at = rng.randint(1, max_tokens)
-        elif 0.22 <= kind < 0.30:
+        elif kind < 0.20:
             client.stalls_at = rng.randint(1, max_tokens)
             client.stalls_for = rng.choice((1.0, 1000.0))
         return client
