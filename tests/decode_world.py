@@ -70,6 +70,7 @@ class Prefill:
     params: SamplingParams
     blocks: list[int]
     done: int = 0
+    first: FirstToken | None = None
 
 
 class Owner:
@@ -115,7 +116,8 @@ class Owner:
             (token,) = output.tokens
             assert token is not None
             reason, stop = finish_of(token.token_id, token.index, job.params, self.eos)
-            actions += self.outbox.first_token(ticket_id, FirstToken(job.key, token, reason, stop), now)
+            job.first = FirstToken(job.key, token, reason, stop)
+            actions += self.outbox.first_token(ticket_id, job.first, now)
         return actions
 
     def free(self, ticket_id: int) -> None:
@@ -171,6 +173,7 @@ class World:
         self.events: list[object] = []  # all that the router heard, but loads
         self.batch: Batch | None = None
         self.steps = 0
+        self.changes = 0  # calls into the core that may have changed something
         self.apply(self.core.attach(1, RouterHello("r", 5, 1), self.now))
 
     # ---- the router ---------------------------------------------------------------------------------------------
@@ -183,7 +186,7 @@ class World:
         return request
 
     def start(self, request: Request) -> None:
-        """A new attempt: a prefill of prompt and log, and at once its DecodeStart."""
+        """A new attempt: a prefill of prompt and log and a DecodeStart, unless the prefill's token is the last."""
         request.attempt += 1
         request.retry = False
         request.key = RequestKey(request.id, request.attempt, 1)
@@ -191,7 +194,14 @@ class World:
         prefill_key = request.key._replace(placement=0)
         ticket = self.owner.offer(prefill_key, tokens, len(request.log), request.params, self.now)
         request.ticket = ticket.id
-        self.command(self.decode_start(request, ticket))
+        if len(request.log) + 1 < (request.params.max_tokens or 0):
+            self.command(self.decode_start(request, ticket))
+            return
+        while (first := self.owner.prefills[ticket.id].first) is None:
+            self.advance(ticket.id)
+        request.log.append(first.token.token_id)
+        request.over = True
+        self.apply(self.owner.outbox.revoke(ticket.id, self.now))
 
     def decode_start(self, request: Request, ticket: Ticket) -> DecodeStart:
         return DecodeStart(
@@ -228,6 +238,8 @@ class World:
                     self._finish(event.key)
             case StepBatch():
                 for key, token in event.rows:
+                    request = self._current(key)
+                    assert request is None or token.index < request.until, f"{key}: {token} without credit"
                     self._accept(key, token)
                 for finish in event.finishes:
                     self._finish(finish.key)
@@ -247,7 +259,6 @@ class World:
         if request is None:
             return
         assert token.index == len(request.log), f"{key}: {token} comes after {len(request.log)} tokens"
-        assert token.index < request.until or token.index == 0, f"{key}: {token} without credit"
         request.log.append(token.token_id)
 
     def _finish(self, key: RequestKey) -> None:
@@ -263,6 +274,7 @@ class World:
     # ---- the links ----------------------------------------------------------------------------------------------
 
     def apply(self, actions: Sequence[Action]) -> None:
+        self.changes += 1
         for action in actions:
             match action:
                 case ToRouter():
@@ -326,6 +338,7 @@ class World:
     def launch(self) -> bool:
         if self.batch is None:
             self.batch = self.core.next_batch(self.now)
+            self.changes += self.batch is not None
         return self.batch is not None
 
     def land(self) -> None:
@@ -345,7 +358,6 @@ class World:
     def audit(self) -> None:
         self.core.audit()
         assert sum(self.core.ledger().values()) == self.pool.num_blocks, self.core.ledger()
-        self.owner.pool.audit(job.blocks for job in self.owner.prefills.values())
 
     def transfer(self) -> None:
         """All prompts are computed and copied as far as the decoder lets them."""
@@ -386,4 +398,5 @@ class World:
         self.core.audit()
         ledger = self.core.ledger()
         assert ledger["free"] + ledger["cached"] == self.pool.num_blocks, ledger
+        self.owner.pool.audit([])
         assert not self.owner.prefills, "a ticket is left at the owner"

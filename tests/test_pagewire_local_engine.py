@@ -1,0 +1,200 @@
+"""The unsplit engine: both stages in one loop give every request its tokens, whatever the pool and the company."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.fake_runner import FakeRunner, fake_tokens
+from engine.types import FinishReason, SamplingParams, Token
+from pagewire.local_engine import LocalEngine
+
+SIZE = 16
+
+
+def engine(blocks: int = 32, eos: tuple[int, ...] = (), headroom: int = 2, **config: Any) -> LocalEngine:
+    runner = FakeRunner(SIZE, blocks, eos_token_ids=eos)
+    return LocalEngine(runner, EngineConfig(block_size=SIZE, num_blocks=blocks, **config), headroom=headroom)
+
+
+def run(unsplit: LocalEngine) -> dict[int, list[tuple[Token, FinishReason | None]]]:
+    produced: dict[int, list[tuple[Token, FinishReason | None]]] = {}
+    while unsplit.has_work:
+        for request, token, reason in unsplit.step():
+            produced.setdefault(request, []).append((token, reason))
+        unsplit.audit()
+    return produced
+
+
+def ids(produced: list[tuple[Token, FinishReason | None]]) -> list[int]:
+    assert [token.index for token, _ in produced] == list(range(len(produced)))
+    return [token.token_id for token, _ in produced]
+
+
+def greedy(max_tokens: int | None = 8, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
+
+
+def test_a_request_gets_its_tokens_in_order_and_one_reason() -> None:
+    unsplit = engine()
+    request = unsplit.add_request([5, 6, 7], greedy(8))
+    produced = run(unsplit)[request]
+    assert ids(produced) == fake_tokens([5, 6, 7], 8)
+    assert [reason for _, reason in produced] == [None] * 7 + [FinishReason.LENGTH]
+    assert not unsplit.has_work and unsplit.step() == []
+
+
+def test_many_requests_join_and_leave_at_any_step() -> None:
+    unsplit = engine(64, max_num_seqs=4, max_num_batched_tokens=24)
+    prompts = {unsplit.add_request(range(i, i + 3 + 7 * i), greedy(5 + i)): i for i in range(9)}
+    produced = run(unsplit)
+    for request, i in prompts.items():
+        assert ids(produced[request]) == fake_tokens(range(i, i + 3 + 7 * i), 5 + i)
+
+
+def test_a_single_token_needs_no_decode_step() -> None:
+    unsplit = engine()
+    request = unsplit.add_request([1, 2], greedy(1))
+    assert [(index, reason) for index, _, reason in unsplit.step()] == [(request, FinishReason.LENGTH)]
+    unsplit.audit()
+
+
+def test_an_end_token_ends_a_request_early_and_ignore_eos_does_not() -> None:
+    expected = fake_tokens([3, 1, 4], 12)
+    unsplit = engine(eos=(expected[4],))
+    stopped = unsplit.add_request([3, 1, 4], greedy(12))
+    ignoring = unsplit.add_request([3, 1, 4], greedy(12, ignore_eos=True))
+    produced = run(unsplit)
+    assert ids(produced[stopped]) == expected[:5] and produced[stopped][-1][1] is FinishReason.STOP
+    assert ids(produced[ignoring]) == expected
+
+
+def test_an_end_token_may_be_the_first_one() -> None:
+    expected = fake_tokens([3, 1, 4], 1)
+    unsplit = engine(eos=(expected[0],))
+    request = unsplit.add_request([3, 1, 4], greedy(12))
+    assert run(unsplit)[request] == [(Token(0, expected[0]), FinishReason.STOP)]
+
+
+def test_without_max_tokens_a_request_fills_what_there_is() -> None:
+    unsplit = engine(2)
+    request = unsplit.add_request([9] * 10, greedy(None))
+    assert ids(run(unsplit)[request]) == fake_tokens([9] * 10, 2 * SIZE + 1 - 10)
+
+
+def test_a_shared_prompt_is_computed_once() -> None:
+    unsplit = engine(64)
+    prompt = list(range(100))
+    run_tokens: list[int] = []
+    step = unsplit._runner.step
+
+    def counting(batch: Any) -> Any:
+        run_tokens.append(batch.num_tokens)
+        return step(batch)
+
+    unsplit._runner.step = counting
+    first = unsplit.add_request(prompt, greedy(4))
+    assert ids(run(unsplit)[first]) == fake_tokens(prompt, 4)
+    computed = sum(run_tokens)
+    second = unsplit.add_request(prompt, greedy(4))
+    assert ids(run(unsplit)[second]) == fake_tokens(prompt, 4)
+    assert sum(run_tokens) - computed == 100 - 6 * SIZE + 3
+
+
+def test_prompt_logprobs_come_with_the_first_token() -> None:
+    unsplit = engine()
+    request = unsplit.add_request([5, 6, 7], greedy(2, prompt_logprobs=1))
+    run(unsplit)
+    logprobs = unsplit.prompt_logprobs.pop(request)
+    assert [each.token_id for each in logprobs] == [5, 6, 7] and logprobs[0].logprob is None
+
+
+def test_a_cancelled_request_leaves_nothing_behind() -> None:
+    for steps in range(6):
+        unsplit = engine(max_num_batched_tokens=16)
+        gone = unsplit.add_request(list(range(40)), greedy(20))
+        stays = unsplit.add_request([1, 2, 3], greedy(20))
+        heard = {gone: 0, stays: 0}
+        for _ in range(steps):
+            for request, _, _ in unsplit.step():
+                heard[request] += 1
+        unsplit.cancel(gone)
+        unsplit.cancel(gone)
+        unsplit.audit()
+        produced = run(unsplit)
+        assert gone not in produced
+        assert heard[stays] + len(produced[stays]) == 20
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "numbers"),
+    [
+        ([], greedy(1), "empty"),
+        ([1] * 64, greedy(2), "64 prompt tokens and max_tokens 2 are more than 65"),
+        ([1] * 65, greedy(None), "65 tokens and at most 64 fit"),
+    ],
+)
+def test_what_can_never_fit_is_refused(prompt: list[int], params: SamplingParams, numbers: str) -> None:
+    with pytest.raises(ValueError, match=numbers):
+        engine(4).add_request(prompt, params)
+
+
+def test_sampling_with_a_seed_repeats_itself_over_preemptions() -> None:
+    sampled = SamplingParams(temperature=1.0, seed=11, max_tokens=40)
+    expected = fake_tokens([8, 9], 40, params=sampled)
+    alone = engine()
+    request = alone.add_request([8, 9], sampled)
+    assert ids(run(alone)[request]) == expected
+    crowded = engine(7, headroom=0)
+    requests = [crowded.add_request([8, 9], sampled) for _ in range(5)]
+    starts = _count_starts(crowded)
+    produced = run(crowded)
+    assert all(ids(produced[request]) == expected for request in requests)
+    assert starts, "no request was preempted"
+
+
+def _count_starts(unsplit: LocalEngine) -> list[int]:
+    starts: list[int] = []
+    original = unsplit._start
+
+    def start(request: Any) -> None:
+        starts.append(request.id)
+        original(request)
+
+    unsplit._start = start  # type: ignore[method-assign]
+    return starts
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_small_pools_neither_deadlock_nor_starve_nor_leak(part: int) -> None:
+    for seed in range(part, 60, 4):
+        rng = random.Random(seed)
+        blocks = rng.randint(6, 20)
+        unsplit = engine(
+            blocks,
+            headroom=rng.choice([0, 2]),
+            max_num_seqs=rng.choice([1, 2, 8]),
+            max_num_batched_tokens=rng.choice([16, 64, 2048]),
+        )
+        expected: dict[int, list[int]] = {}
+        produced: dict[int, list[int]] = {}
+        pending = rng.randint(3, 10)
+        total = 0
+        for _ in range(20_000):
+            if pending and rng.random() < 0.2:
+                pending -= 1
+                length = rng.randint(1, blocks * SIZE - 8)
+                count = min(rng.choice([4, 40, 400]), blocks * SIZE + 1 - length)
+                prompt = [rng.randrange(1000) for _ in range(length)]
+                request = unsplit.add_request(prompt, greedy(count))
+                expected[request], produced[request] = fake_tokens(prompt, count), []
+                total += count
+            for request, token, _ in unsplit.step():
+                produced[request].append(token.token_id)
+            unsplit.audit()
+            if not pending and not unsplit.has_work:
+                break
+        assert produced == expected, f"seed {seed}: {total} tokens expected"
