@@ -6,6 +6,8 @@ read or write which block is not decided here: that is BlockPool, tickets and sl
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -39,7 +41,7 @@ class KVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        self.data = torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
+        self.data = _zeros(shape, TORCH_DTYPES[layout.dtype], device)
         # A byte view over the same memory; numpy has no bfloat16, so the view is made on raw bytes.
         self._bytes = self.data.view(-1).view(torch.uint8).numpy().data if device == "cpu" else None
 
@@ -58,3 +60,11 @@ class KVCache:
         """Before a block changes tenant: the masked tail of a last block must never hold an Inf or a NaN."""
         if blocks:
             self.data[torch.tensor(blocks, device=self.data.device)] = 0
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """On the CPU the system's zero pages: a block takes memory, and the time to clear it, when it is first written."""
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
