@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from router.workers import Role
-from tests.sim.network import Process
+from tests.sim.network import Process, Stream
 
 if TYPE_CHECKING:
     from tests.sim.workers import WorkerProcess
@@ -26,6 +26,7 @@ class Faults:
         self.done: Counter[str] = Counter()
         self.corrupt = self.rng.choice((0.0, 0.0, 0.02, 0.1))
         self.slow = self.rng.choice((0.0, 0.0, 0.05, 0.3))
+        self.fragile = self.rng.choice((0.0, 0.0, 0.02, 0.1))
         self.hung = self.rng.choice((0.0, 0.0, 0.02, 0.1))
 
     def plan(self) -> None:
@@ -65,6 +66,12 @@ class Faults:
         if self.active and self.rng.random() < self.slow:
             return usual * self.rng.uniform(2, 30)
         return usual
+
+    def may_break(self, stream: Stream) -> None:
+        """A Pull that breaks just as its puller has spoken: the last word may be lost."""
+        if self.active and self.rng.random() < self.fragile:
+            self.done["pull break"] += 1
+            stream.cut(self.rng.random() * 0.1, self.rng.random() * 0.1)
 
     # ---- processes and links --------------------------------------------------------------------------------
 

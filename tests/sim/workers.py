@@ -22,6 +22,7 @@ from kvtransfer.actions import Action, ClosePull, CloseStream, OpenPull, SendBlo
 from prefill_service.prefiller import Prefiller
 from router.workers import Role
 from tests.sim.network import End, Process, Stream
+from tests.sim.violation import Violation
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -110,6 +111,10 @@ class WorkerProcess(Process):
             self.post(before, lambda: self.compute(batch, seconds - before))
 
     def compute(self, batch: Batch, rest: float) -> None:
+        for row in batch.rows:
+            for block in row.blocks[row.start // BLOCK_SIZE :]:
+                if self.pool.refs(block) == 0:
+                    raise Violation(f"{self.name}: a step writes into block {block}, which nobody holds")
         output = self.runner.step(batch)
         output.seconds = rest
         self.post(rest, lambda: self.step_over(output))
@@ -218,6 +223,7 @@ class DecodeProcess(WorkerProcess):
                 state = self.pulls.get(action.pull)
                 if state is not None and state.stream is not None:
                     state.stream.send(0, action.message)
+                    self.world.faults.may_break(state.stream)
             case CloseStream():
                 state = self.pulls.get(action.pull)
                 if state is not None:
@@ -265,6 +271,8 @@ class DecodeProcess(WorkerProcess):
 
     def written(self, pull: int, state: _PullerPull, position: int, block: int, data: bytes) -> None:
         """The write lands whatever has happened meanwhile; only then may its stream count as closed."""
+        if self.pool.refs(block) == 0:
+            raise Violation(f"{self.name}: a copy writes into block {block}, which nobody holds")
         self.runner.write_block(block, data)
         state.writing.discard(position)
         if self.decoder.destination(pull, position) is not None:

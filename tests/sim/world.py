@@ -23,16 +23,13 @@ from router.admission import RouterConfig
 from router.dispatch import Dispatcher
 from tests.sim.faults import Faults
 from tests.sim.network import Clock, End, Network, Process, Stream
+from tests.sim.violation import Violation
 from tests.sim.workers import EOS, VOCAB, DecodeProcess, PrefillProcess, WorkerProcess
-
-
-class Violation(AssertionError):
-    """What must never happen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Sizes and times of one run, in seconds. Drawn per seed: while they are fixed, one defence hides another's lack."""
+    """Sizes and times of one run, in seconds. Drawn per seed: fixed ones let one defence hide another's lack."""
 
     requests: int
     max_delay: float
