@@ -1,0 +1,230 @@
+"""What a person sees of the `pagewire` command, against real processes on a tiny random model."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import Cluster, make_topology
+
+from pagewire.cli.deployment import Topology
+from pagewire.cli.processes import child_environment
+
+PAGEWIRE = (sys.executable, "-m", "pagewire")
+UP_SECONDS = 90
+
+
+def pagewire(*arguments: str, stdin: str | bytes = b"", seconds: float = 60) -> subprocess.CompletedProcess[str]:
+    given = stdin.encode() if isinstance(stdin, str) else stdin
+    done = subprocess.run(
+        [*PAGEWIRE, *arguments], input=given, capture_output=True, env=child_environment(), timeout=seconds, check=False
+    )
+    out, err = (stream.decode("utf-8", "replace") for stream in (done.stdout, done.stderr))
+    assert "Traceback" not in err, err
+    return subprocess.CompletedProcess(done.args, done.returncode, out, err)
+
+
+def one_sentence(done: subprocess.CompletedProcess[str]) -> str:
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("pagewire: "), done.stderr
+    return lines[0]
+
+
+# ---- without a server ---------------------------------------------------------------------------------------------
+
+
+def test_help_takes_less_than_half_a_second_of_processor_time() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    shown = pagewire("--help").stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert all(command in shown for command in ("up", "generate", "chat", "ps", "health", "version"))
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+def test_version() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", pagewire("version").stdout)
+
+
+@pytest.mark.parametrize("command", [["generate", "hello"], ["chat"], ["ps"], ["health"]])
+def test_nobody_at_the_address_is_one_sentence_that_names_it(command: list[str], free_port: int) -> None:
+    done = pagewire(*command, "--address", f"127.0.0.1:{free_port}", stdin="hello\n")
+    assert done.returncode == 1
+    assert f"127.0.0.1:{free_port}" in one_sentence(done)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    done = pagewire("generate", stdin=" \n")
+    assert done.returncode == 2
+    assert "the prompt is empty" in one_sentence(done)
+
+
+def test_input_that_is_not_utf8_is_refused_with_its_place() -> None:
+    done = pagewire("generate", stdin=b"caf\xe9")
+    assert done.returncode == 2
+    assert "not UTF-8" in one_sentence(done) and "byte 3" in done.stderr
+
+
+def test_a_parameter_out_of_range_names_the_flag() -> None:
+    done = pagewire("generate", "hello", "--temperature", "11")
+    assert done.returncode == 2
+    assert "--temperature" in done.stderr
+
+
+# ---- against a running cluster ------------------------------------------------------------------------------------
+
+
+def test_generate_writes_only_the_answer_to_stdout(cluster: Cluster) -> None:
+    flags = ("--address", cluster.address, "--max-tokens", "8")
+    once = pagewire("generate", "hello", *flags)
+    assert once.returncode == 0 and once.stdout and not once.stderr
+    assert pagewire("generate", *flags, stdin="hello").stdout == once.stdout, "standard input is a prompt too"
+    stats = pagewire("generate", "hello", "--stats", *flags)
+    assert stats.stdout == once.stdout and "8 tokens, ended by length" in stats.stderr
+
+
+def test_chat_remembers_resets_and_leaves(cluster: Cluster) -> None:
+    flags = ("--address", cluster.address, "--max-tokens", "4")
+    again = pagewire("chat", *flags, stdin="hello\n/reset\nhello\n/exit\nnever sent\n")
+    first, second = again.stdout.encode().split(b"\n")[:2], again.stdout
+    assert again.returncode == 0 and first and second.count("\n") >= 2
+    half = again.stdout[: len(again.stdout) // 2]
+    assert again.stdout == half + half, "after /reset the same question has the same answer"
+    grown = pagewire("chat", *flags, stdin="hello\nhello\n")
+    assert grown.stdout.startswith(half) and grown.stdout != again.stdout, "the second turn saw the first"
+
+
+def test_chat_survives_a_turn_that_is_refused(cluster: Cluster) -> None:
+    flags = ("--address", cluster.address, "--max-tokens", "4")
+    done = pagewire("chat", *flags, stdin="x" * 200_000 + "\nhello\n")
+    assert done.returncode == 0
+    assert "tokens" in one_sentence(done)
+    assert done.stdout == pagewire("chat", *flags, stdin="hello\n").stdout, "the refused turn is forgotten"
+
+
+def test_ps_lists_each_worker_with_its_blocks(cluster: Cluster) -> None:
+    lines = pagewire("ps", "--address", cluster.address).stdout.splitlines()
+    roles = [line.split()[:3] for line in lines[2:]]
+    addresses = [cluster.programs[name].address for name in ("prefill-1", "decode-1")]
+    assert roles == [["prefill", addresses[0], "accepting"], ["decode", addresses[1], "accepting"]]
+
+
+def test_health_tells_ready_from_alive(cluster: Cluster) -> None:
+    assert pagewire("health", "--address", cluster.address).stdout == "ready\n"
+    worker = cluster.programs["decode-1"].address
+    done = pagewire("health", "--address", worker)
+    assert done.returncode == 1
+    assert "is alive, but pagewire.v1.GenerationService is not ready" in one_sentence(done)
+
+
+def test_a_client_at_a_workers_port_is_told_so(cluster: Cluster) -> None:
+    done = pagewire("generate", "hello", "--address", cluster.programs["decode-1"].address)
+    assert done.returncode == 1
+    assert "decode worker" in one_sentence(done)
+
+
+# ---- up -----------------------------------------------------------------------------------------------------------
+
+
+def up_flags(topology: Topology) -> list[str]:
+    return [
+        *("--model", topology.model, "--kv-memory", "16MiB", "--port", str(topology.port)),
+        *("--prefill-port", str(topology.prefill_port), "--decode-port", str(topology.decode_port)),
+        *("--cache-dir", str(topology.cache_dir)),
+    ]
+
+
+@contextmanager
+def running_up(topology: Topology) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """`pagewire up` that has printed its block, and the three processes that it started."""
+    process = subprocess.Popen(
+        [*PAGEWIRE, "up", *up_flags(topology)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=child_environment(),
+    )
+    assert process.stdout
+    try:
+        seen = []
+        for line in process.stdout:
+            seen.append(line)
+            if "Ctrl-C stops everything" in line:
+                break
+        assert process.poll() is None, "".join(seen)
+        yield process, psutil.Process(process.pid).children()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def all_gone(processes: list[psutil.Process], seconds: float = 10.0) -> bool:
+    return not psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+def test_the_demo_answers_reports_and_leaves_nothing(model_cache: Path) -> None:
+    topology = make_topology(cache_dir=model_cache)
+    done = pagewire("up", *up_flags(topology), "--demo", "hello", seconds=UP_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for phase in ("model", "router", "prefill-1", "decode-1"):
+        assert re.search(rf"^{phase} .*\(\d+\.\d s\)$", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"time to first token +\d+\.\d+ s", done.stdout)
+    assert re.search(r"KV moved +[1-9]\d* blocks, [1-9][\d,]* bytes, by grpc", done.stdout), done.stdout
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", topology.port)) != 0, "the router is gone"
+
+
+def test_sigterm_drains_and_leaves_nothing(model_cache: Path) -> None:
+    with running_up(make_topology(cache_dir=model_cache)) as (up, children):
+        assert len(children) == 3
+        up.send_signal(signal.SIGTERM)
+        assert up.wait(timeout=30) == 0
+        assert all_gone(children, seconds=0.5)
+
+
+def test_nothing_survives_a_kill_of_up(model_cache: Path) -> None:
+    with running_up(make_topology(cache_dir=model_cache)) as (up, children):
+        up.kill()
+        assert all_gone(children)
+
+
+def test_a_worker_that_dies_is_reported_and_ends_a_deployment_that_needs_it(model_cache: Path) -> None:
+    with running_up(make_topology(cache_dir=model_cache)) as (up, children):
+        victim = next(child for child in children if "decode_service" in child.cmdline())
+        victim.kill()
+        assert up.stdout
+        said = up.stdout.read()
+        assert up.wait(timeout=30) == 1
+        assert f"decode-1 (pid {victim.pid}) was killed by SIGKILL; its last lines" in said
+        assert all_gone(children, seconds=0.5)
+
+
+def test_an_unknown_model_is_one_sentence_that_lists_what_is_known(model_cache: Path) -> None:
+    topology = make_topology(cache_dir=model_cache, model="no-such-model")
+    done = pagewire("up", *up_flags(topology))
+    assert done.returncode == 1
+    assert "no-such-model" in one_sentence(done) and "smollm2" in done.stderr
+
+
+def test_a_taken_port_stops_up_before_anything_starts(
+    model_cache: Path, free_ports: Callable[[int], list[int]]
+) -> None:
+    topology = make_topology(cache_dir=model_cache)
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", topology.prefill_port))
+        holder.listen()
+        done = pagewire("up", *up_flags(topology))
+    assert done.returncode == 1
+    sentence = one_sentence(done)
+    assert f"port {topology.prefill_port}" in sentence and f"pid {os.getpid()}" in sentence
