@@ -6,9 +6,12 @@ got wrong becomes CannotStart, one sentence.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import psutil
 
 from engine.batch import Batch, Row, SampleInput
 from engine.config import EngineConfig, ModelConfig, ModelError
@@ -53,17 +56,18 @@ def assemble(options: WorkerOptions, say: Say) -> Engine:
 
 
 class _Phases:
-    """One line per phase, and per tenth of a phase that takes long."""
+    """One line when a phase begins, and one a second while it lasts."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
-        self._last = ("", 0)
+        self._phase = ""
+        self._said_at = 0.0
 
     def __call__(self, phase: str, fraction: float) -> None:
-        step = (phase, int(fraction * 10))
-        if step != self._last:
-            self._say(f"{phase}: {step[1] * 10} %" if step[1] else phase)
-            self._last = step
+        now = time.monotonic()
+        if phase != self._phase or now - self._said_at >= 1.0:
+            self._say(f"{phase}: {fraction:.0%}" if phase == self._phase else phase)
+            self._phase, self._said_at = phase, now
 
 
 def _with_torch(options: WorkerOptions, source: ModelSource, model: ModelConfig, phases: _Phases) -> Engine:
@@ -98,6 +102,9 @@ def _with_torch(options: WorkerOptions, source: ModelSource, model: ModelConfig,
 def engine_config(options: WorkerOptions, model: ModelConfig, layout: KvLayout) -> EngineConfig:
     """Measured facts: how many blocks the memory holds, and how long a request may be. Raises CannotStart."""
     blocks = options.kv_memory // layout.block_bytes
+    total = psutil.virtual_memory().total
+    if options.kv_memory > total:
+        raise CannotStart(f"--kv-memory is {options.kv_memory} bytes and this machine has {total}")
     if blocks < 2:
         raise CannotStart(
             f"--kv-memory of {options.kv_memory} bytes holds {blocks} KV blocks of {layout.block_bytes} bytes; "

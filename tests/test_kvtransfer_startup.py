@@ -1,0 +1,45 @@
+"""How large an engine becomes, and what a user is told when it cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.config import ModelConfig, RopeConfig
+from engine.messages import KvLayout
+from kvtransfer.startup import assemble, engine_config
+from prefill_service.config import ROLE
+from wire.options import parse
+from wire.worker import CannotStart
+
+MODEL = ModelConfig("LlamaForCausalLM", 320, 128, 384, 2, 4, 2, 64, 1e-5, 8192, RopeConfig())
+LAYOUT = KvLayout(b"m", "float32", 16, 2, 2, 64, 32768, "n")
+
+
+def test_the_pool_is_what_the_memory_holds_and_a_request_may_be_as_long_as_the_model_takes() -> None:
+    config = engine_config(parse(ROLE, ["--model", "m", "--kv-memory", "1MiB"], {}), MODEL, LAYOUT)
+    assert (config.num_blocks, config.max_model_len, config.block_size) == (32, 8192, 16)
+    assert config.max_num_batched_tokens == ROLE.max_num_batched_tokens
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (
+            ["--kv-memory", "1KiB"],
+            "--kv-memory of 1024 bytes holds 0 KV blocks of 32768 bytes; at least 65536 are needed",
+        ),
+        (["--kv-memory", "4096TiB"], f"--kv-memory is {4096 * 2**40} bytes and this machine has"),
+        (["--max-model-len", "100000"], "--max-model-len is 100000 and the model takes at most 8192"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_with_the_numbers(argv: list[str], sentence: str) -> None:
+    with pytest.raises(CannotStart) as caught:
+        engine_config(parse(ROLE, ["--model", "m", *argv], {}), MODEL, LAYOUT)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_an_unknown_model_is_refused_with_what_is_known() -> None:
+    lines: list[str] = []
+    with pytest.raises(CannotStart, match="no-such-model.*smollm2"):
+        assemble(parse(ROLE, ["--model", "no-such-model"], {}), lines.append)
+    assert lines == ["finding the model"]
