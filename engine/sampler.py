@@ -21,14 +21,15 @@ from engine.philox import uniform
 from engine.types import Candidate, SamplingParams, Token, TokenLogprob
 
 _MIN_TEMPERATURE = 1e-5  # below it float32 logits, divided, lose their order
-_REPORT_ELEMENTS = 1 << 21  # logits reported at once: bounds the float64 copy to 16 MiB
+_REPORT_ELEMENTS = 1 << 18  # logits reported at once: what is made of them stays in the processor's cache
 
 
 def sample(logits: Tensor, inputs: Sequence[SampleInput]) -> list[Token]:
-    """One token per row of `logits` [R, V] float32. Blocks until the device has them."""
+    """One token per row of `logits` [R, V]. Blocks until the device has them."""
     assert logits.shape[0] == len(inputs), f"{logits.shape[0]} rows of logits for {len(inputs)} inputs"
     if not inputs:
         return []
+    logits = logits.float()
     changed = [_changes_logits(one) for one in inputs]
     if all(one.params.greedy for one in inputs) and not any(changed):
         token_ids = _argmax(logits)
@@ -49,7 +50,7 @@ def prompt_logprobs(logits: Tensor, targets: Sequence[int], k: int) -> list[Toke
     if not targets:
         return []
     step = max(1, _REPORT_ELEMENTS // logits.shape[1])
-    wanted = torch.tensor(targets, device=logits.device)
+    logits, wanted = logits.float(), torch.tensor(targets, device=logits.device)
     reports: list[TokenLogprob] = []
     for start in range(0, len(targets), step):
         reports.extend(_report(logits[start : start + step], wanted[start : start + step], k))
@@ -169,6 +170,13 @@ def _where(mask: Tensor) -> Tensor:
     return mask.nonzero().squeeze(1)
 
 
+def _count(mask: Tensor) -> list[int]:
+    """How many are True in each row."""
+    if mask.device.type == "cpu":
+        return np.count_nonzero(mask.numpy(), axis=1).tolist()
+    return mask.sum(1).tolist()
+
+
 def _descending(values: Tensor) -> Tensor:
     if values.device.type == "cpu":
         return torch.from_numpy(np.sort(values.detach().numpy())).flip(0)
@@ -187,13 +195,15 @@ def _reports(logits: Tensor, token_ids: Tensor, inputs: Sequence[SampleInput]) -
 
 
 def _report(logits: Tensor, targets: Tensor, k: int) -> list[TokenLogprob]:
-    """Log probabilities in float64, rounded to float32: the rounding hides in which order a row was summed."""
+    """Sums are in float64 and results are rounded to float32, which hides in which order a row was summed."""
+    best = logits.amax(1, keepdim=True)
+    normalizer = best[:, 0].double() + (logits - best).exp().sum(1, dtype=torch.float64).log()
     chosen = logits.gather(1, targets[:, None])
-    wide = logits.double()
-    normalizer = wide.logsumexp(1)
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    ahead = (logits > chosen) | ((logits == chosen) & (ids < targets[:, None]))
-    ranks = (ahead.sum(1) + 1).tolist()
+    ranks = _count(logits > chosen)
+    for i, equals in enumerate(_count(logits == chosen)):
+        ranks[i] += 1
+        if equals > 1:  # those with lower ids come first
+            ranks[i] += int((logits[i, : targets[i]] == chosen[i]).sum())
     logprobs = (chosen[:, 0].double() - normalizer).float().tolist()
     tops = _tops(logits, normalizer, k)
     return [
@@ -208,9 +218,9 @@ def _tops(logits: Tensor, normalizer: Tensor, k: int) -> list[tuple[Candidate, .
         return [()] * logits.shape[0]
     k = min(k, logits.shape[1])
     values, ids = logits.topk(k)
-    crowded = ((logits >= values[:, -1:]).sum(1) > k).nonzero().squeeze(1).tolist()
-    for i in crowded:  # equals at the border, of which topk takes any
-        values[i], ids[i] = (part[:k] for part in logits[i].sort(descending=True, stable=True))
+    for i, count in enumerate(_count(logits >= values[:, -1:])):
+        if count > k:  # equals at the border, of which topk takes any
+            values[i], ids[i] = (part[:k] for part in logits[i].sort(descending=True, stable=True))
     logprobs = (values.double() - normalizer[:, None]).float()
     tops = []
     for row_ids, row_values in zip(ids.tolist(), logprobs.tolist(), strict=True):

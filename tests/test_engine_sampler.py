@@ -321,3 +321,11 @@ def test_prompt_logprobs_do_not_depend_on_how_many_rows_are_asked_at_once():
 def test_logits_that_are_not_numbers_still_give_an_id_of_the_vocabulary(value):
     for params in ({"temperature": 0}, {}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}):
         assert 0 <= one([value] * 5, seed=1, **params).token_id < 5
+
+
+def test_logits_of_half_precision_are_taken_as_they_are():
+    logits = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    kinds = [{"temperature": 0}, {"top_k": 5}, {"top_p": 0.7, "logprobs": 2}, {"min_p": 0.1}]
+    inputs = [SampleInput(SamplingParams(seed=1, **kind), 3, (1,), (2, 3, 4)) for kind in kinds]
+    with torch.inference_mode():
+        assert sample(logits, inputs) == sample(logits.float(), inputs)
