@@ -1,4 +1,4 @@
-"""kill -9 under running streams, over and over: `python -m tests.kill_workers --role decode --kills 50`.
+"""kill -9 under running streams, over and over: `python tests/kill_workers.py --role decode --kills 50`.
 
 Each round starts one stream, finds the worker that runs it by the processor time that it uses, kills that worker,
 and compares the whole answer with an unbroken run of the same request: same tokens, same text, no index twice or
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import socket
 import sys
 import tempfile
 import time
@@ -22,10 +21,10 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import psutil
+from cluster import Cluster, running_cluster
 
 from protos import generation_pb2 as gpb
 from protos import generation_pb2_grpc
-from tests.cluster import Cluster, running_cluster
 
 STREAM_SECONDS = 120.0
 
@@ -185,20 +184,9 @@ async def run(cluster: Cluster, role: str, kills: int, prompt_tokens: int, max_t
             if not good:
                 print(f"  broken   {broken}\n  unbroken {unbroken}", flush=True)
     left = await all_idle(cluster)
-    print(
-        f"{role}: {proven - wrong} of {kills} kills left the answer equal; slowest {slowest:.2f} s; left: {left or 'nothing'}"
-    )
+    equal = f"{role}: {proven - wrong} of {kills} kills left the answer equal"
+    print(f"{equal}; slowest {slowest:.2f} s; left: {left or 'nothing'}")
     return wrong + (kills - proven) + bool(left)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def main() -> int:
@@ -214,14 +202,13 @@ def main() -> int:
     topology = {"prefill": 1, "decode": 2} if arguments.role == "decode" else {"prefill": 2, "decode": 1}
     if arguments.role == "prefill":
         topology["max_num_batched_tokens"] = 64  # a long prefill of many steps, so that the kill falls into it
-    with tempfile.TemporaryDirectory() as logs:
-        ports = free_ports(1)
-        first = random.randrange(20_000, 30_000)
-        topology |= {"port": ports[0], "prefill_port": first, "decode_port": first + 100}
-        with running_cluster(Path(logs), ports + [0] * 3, model=arguments.model, **topology) as cluster:
-            return asyncio.run(
-                run(cluster, arguments.role, arguments.kills, prompt_tokens, arguments.max_tokens, arguments.vocab)
-            )
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        running_cluster(Path(logs), model=arguments.model, **topology) as cluster,
+    ):
+        return asyncio.run(
+            run(cluster, arguments.role, arguments.kills, prompt_tokens, arguments.max_tokens, arguments.vocab)
+        )
 
 
 if __name__ == "__main__":
