@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from decode_service.config import ROLE
 from decode_service.servicer import DecodeServicer
-from wire.worker import run_worker
+from wire.worker import leave, run_worker
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,4 +14,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -69,6 +69,14 @@ def run_worker(role: Role, stage_of: Callable[[WorkerOptions], Stage], argv: Seq
         return 1
 
 
+def leave(code: int) -> NoReturn:
+    """Ends the process without Python's own teardown: all is closed, and taking torch apart costs most of a second."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
 def _limit_threads(threads: int) -> None:
     """Before torch loads: two busy-waiting OpenMP pools on the same cores stop each other almost completely."""
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -106,7 +114,7 @@ class _Process:
             loading = asyncio.create_task(self._stage.load(address, self._say))
             await self._first(loading, self._stop.wait())
             if not loading.done():
-                self._leave_now(0)  # the thread that reads the model cannot be stopped, and has nothing to lose
+                leave(0)  # the thread that reads the model cannot be stopped, and has nothing to lose
             served = await loading
             await health.set_ready(True)
             self._say(f"ready at {address} after {time.monotonic() - began:.1f} s: {served}")
@@ -146,13 +154,8 @@ class _Process:
 
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():
-            self._leave_now(128 + number)
+            leave(128 + number)
         self._stop.set()
-
-    def _leave_now(self, code: int) -> NoReturn:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError):  # whoever read this may be gone: a drain goes on without an audience
