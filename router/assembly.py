@@ -73,7 +73,8 @@ class Router:
             self._model.set(await asyncio.to_thread(TextModel, names, prepared.directory))
         except NoTokenizer as error:
             raise CannotServe(str(error)) from error
-        await self._sessions.run(self._driver, prepared.digest)
+        self._dispatcher.workers.model_digest = prepared.digest
+        await self._sessions.run(self._driver)
 
     async def _watch(self, stop: asyncio.Event) -> None:
         """Health says ready exactly while a request could be served."""

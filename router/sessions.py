@@ -31,7 +31,7 @@ log = get_logger("sessions")
 RESOLVE_S = 3.0
 FIRST_BACKOFF_S = 0.1
 MOST_BACKOFF_S = 2.0
-UNUSABLE_S = 5.0  # how long a worker that must not be used is left alone
+TWIN_S = 5.0  # how long an address that leads to an attached worker is left alone
 
 _Codec = tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any]]
 _CODECS: dict[Role, _Codec] = {
@@ -45,7 +45,6 @@ class Sessions:
         self._name = name
         self._incarnation = secrets.randbits(64)
         self._session = 0
-        self._model_digest = b""
         self._targets = tuple(targets)
         self._security = security
         self._outbound: dict[tuple[Role, str], Outbound[Any]] = {}  # of the sessions that have greeted
@@ -59,9 +58,8 @@ class Sessions:
         if outbound is not None:
             outbound.put(action.command)
 
-    async def run(self, driver: Driver, model_digest: bytes) -> None:
+    async def run(self, driver: Driver) -> None:
         """Keeps a session to every address of every target until cancelled."""
-        self._model_digest = model_digest
         try:
             while True:
                 await self._resolve_all()
@@ -104,8 +102,10 @@ class Sessions:
         while (role, address) in self._wanted():
             began = time.monotonic()
             greeted, why = await self._session_once(role, address, driver)
-            if greeted or backoff == FIRST_BACKOFF_S:  # once, not on every try of a long absence
+            if greeted:
                 log.warning("session_over", worker=address, stage=role.value, why=why)
+            elif backoff == FIRST_BACKOFF_S:  # once, not on every try of a long absence
+                log.info("no_session_yet", worker=address, stage=role.value, why=why)
             lasted = greeted and time.monotonic() - began > MOST_BACKOFF_S
             backoff = FIRST_BACKOFF_S if lasted else min(MOST_BACKOFF_S, 2 * backoff)
             await asyncio.sleep(backoff)
@@ -120,12 +120,7 @@ class Sessions:
             nonlocal incarnation
             other = self._known.get(hello.node.incarnation)
             if other is not None and other != address:
-                raise _Unusable(f"it is the worker that is attached as {other} already")
-            if (digest := hello.layout.model_digest) != self._model_digest:
-                raise _Unusable(
-                    f"it serves another model: its model digest is {digest.hex()[:16]}, "
-                    f"this router's is {self._model_digest.hex()[:16]}"
-                )
+                raise _Twin(hello.node.incarnation, other)
             incarnation = hello.node.incarnation
             self._known[incarnation] = address
             self._outbound[role, address] = outbound
@@ -148,10 +143,12 @@ class Sessions:
             why = "the worker ended the session"
         except SessionOver as error:
             why = str(error)
-        except _Unusable as error:
+        except _Twin as error:
             why = str(error)
             log.warning("worker_not_used", worker=address, stage=role.value, why=why)
-            await asyncio.sleep(UNUSABLE_S)
+            await asyncio.sleep(TWIN_S)
+            while self._known.get(error.incarnation, address) != address:  # attaching here ends the session over there
+                await asyncio.sleep(TWIN_S)
         finally:
             if incarnation is not None:
                 del self._outbound[role, address]
@@ -161,8 +158,12 @@ class Sessions:
         return incarnation is not None, why
 
 
-class _Unusable(Exception):
-    """This router must not use that worker; str() says why."""
+class _Twin(Exception):
+    """Another address in use leads to this worker process too."""
+
+    def __init__(self, incarnation: int, other: str) -> None:
+        super().__init__(f"it is the worker that is attached as {other} already")
+        self.incarnation = incarnation
 
 
 async def _addresses(target: str) -> frozenset[str]:

@@ -67,6 +67,7 @@ class Workers:
         self._empty_since: dict[Role, float] = dict.fromkeys(Role, now)
         self._ever_up: dict[Role, bool] = dict.fromkeys(Role, False)
         self._ups = 0
+        self.model_digest = b""  # of the model whose tokens this router speaks; empty takes any
 
     def up(self, address: str, role: Role, hello: WorkerHello, now: float) -> Worker:
         self._ups += 1
@@ -128,14 +129,23 @@ class Workers:
             self._empty_since[role] = now
 
     def _check_layouts(self, now: float) -> None:
-        """The worker that has been up longest sets the layout; when it leaves, the next one does."""
-        order = sorted(self.all(), key=lambda worker: (worker.mismatch != "", worker.number))
+        """Of this router's model, the worker that has been up longest sets the layout; when it leaves, the next one."""
+        order = sorted(
+            self.all(), key=lambda worker: (self._other_model(worker) != "", worker.mismatch != "", worker.number)
+        )
         for worker in order:
             reference = order[0]  # of those in use, if any is
             before = worker.eligible
             different = layout_difference(worker.hello.layout, reference.hello.layout)
-            worker.mismatch = f"has another KV layout than {reference.address}: {different}" if different else ""
+            other = f"has another KV layout than {reference.address}: {different}" if different else ""
+            worker.mismatch = self._other_model(worker) or other
             self._note_empty(worker.role, now, before)
+
+    def _other_model(self, worker: Worker) -> str:
+        digest = worker.hello.layout.model_digest
+        if not self.model_digest or digest == self.model_digest:
+            return ""
+        return f"serves another model than this router: model_digest is {_show(digest)}, not {_show(self.model_digest)}"
 
 
 def layout_difference(mine: KvLayout, other: KvLayout) -> str:
