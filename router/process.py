@@ -23,7 +23,7 @@ from router import border
 from router.config import BadSetting, CannotServe, Settings, parse
 from wire.channel import open_server
 from wire.health import Health
-from wire.ports import PortTaken, bind
+from wire.ports import PortTaken, bind, check_free
 from wire.security import InsecureAddress
 
 FLUSH_S = 2.0  # how long streams may take to send their last messages
@@ -58,6 +58,7 @@ async def _run(settings: Settings, began: float) -> None:
     server = open_server(settings.security, internal=False)
     health = Health(server, [border.SERVICE])
     border.add_to_server(lambda: late[0] if late else None, server)
+    check_free(settings.host, settings.port)  # gRPC's own complaint would come before our sentence
     port = bind(server, settings.host, settings.port, settings.security)
     await server.start()
     await health.start()
