@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from decode_service.config import ROLE
 from engine.config import EngineConfig
 from engine.fake_runner import FakeRunner, fake_tokens
 from engine.types import FinishReason, SamplingParams, Token
+from kvtransfer.startup import assemble
 from pagewire.local_engine import LocalEngine
+from wire.options import parse
 
 SIZE = 16
 
@@ -198,3 +202,22 @@ def test_small_pools_neither_deadlock_nor_starve_nor_leak(part: int) -> None:
             if not pending and not unsplit.has_work:
                 break
         assert produced == expected, f"seed {seed}: {total} tokens expected"
+
+
+def test_a_real_model_gives_the_same_tokens_alone_and_in_a_crowded_pool(model_cache: Path) -> None:
+    argv = f"--model random:tiny --cache-dir {model_cache} --row-tile 16 --kv-memory 260KiB --threads 1".split()
+    parts = assemble(parse(ROLE, argv, {}), lambda phase: None)
+    assert parts.config.num_blocks == 8
+    sampled = SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=3, max_tokens=24, ignore_eos=True)
+    prompts = [[(7 * i * j + i) % parts.runner.vocab_size for j in range(9 + 11 * i)] for i in range(4)]
+    alone = []
+    for prompt in prompts:
+        unsplit = LocalEngine(parts.runner, parts.config)
+        request = unsplit.add_request(prompt, sampled)
+        alone.append(ids(run(unsplit)[request]))
+    crowded = LocalEngine(parts.runner, parts.config, headroom=0)
+    requests = [crowded.add_request(prompt, sampled) for prompt in prompts]
+    starts = _count_starts(crowded)
+    produced = run(crowded)
+    assert [ids(produced[request]) for request in requests] == alone
+    assert starts, "no request was preempted"
