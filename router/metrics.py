@@ -27,6 +27,8 @@ class Counts:
     def ended(self, outcome: Outcome, tokens: int) -> None:
         self.ends[outcome.code] += 1
         self.completion_tokens += tokens
+        if outcome.code == "INTERNAL":  # the client has the same error id
+            log.error("request_failed", sentence=outcome.sentence, **outcome.facts)
 
     async def report(self) -> None:
         """Logs until cancelled."""

@@ -47,6 +47,7 @@ from router.validate import (
     check_chunking,
     check_detokenize,
     check_generate,
+    check_prompt,
     check_tokenize,
     invalid,
 )
@@ -130,8 +131,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         model = self._model()
         checked = check_generate(request, model)
         prompt = await _encode(checked.source, model)
-        if not prompt.token_ids:
-            raise RequestError("INVALID_ARGUMENT", "the prompt is empty: it has no tokens", field="prompt")
+        check_prompt(prompt, checked.params)
         generation = Generation(checked, prompt, model, Call(self._driver), self._counts)
         submitted = False
         try:

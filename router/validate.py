@@ -19,7 +19,7 @@ from engine.types import InvalidField, SamplingParams
 from protos import generation_pb2 as gpb
 from router.status import RequestError
 from router.text.chat import Message, parse_messages, parse_template_arguments
-from router.text.model import TextModel
+from router.text.model import Prompt, TextModel, check_size
 from wire.codec import params_fields
 
 # Fields whose feature is not built. Whoever builds one deletes its row.
@@ -41,7 +41,9 @@ UNIMPLEMENTED_FIELDS: Mapping[str, str] = {
 
 MAX_ID_LENGTH = 128
 MAX_SALT_BYTES = 256
+MAX_ARGUMENTS_BYTES = 2**16
 MAX_PROMPT_TOKENS = 2**20
+MAX_PROMPT_LOGPROBS = 200_000  # candidates of a whole prompt: they travel in one message
 MAX_CHUNK_TOKENS = 1024
 MAX_CHUNK_DELAY_S = 60.0
 DEFAULT_CHUNK_DELAY_S = 1.0  # where a client asks for larger chunks and names no limit
@@ -146,6 +148,21 @@ def check_chunking(pb: gpb.GenerateStreamRequest) -> Chunking:
     return Chunking(max(1, pb.min_tokens_per_chunk), delay if pb.HasField("max_chunk_delay") else DEFAULT_CHUNK_DELAY_S)
 
 
+def check_prompt(prompt: Prompt, params: SamplingParams) -> None:
+    """What can be said only once the prompt is tokens."""
+    if not prompt.token_ids:
+        raise RequestError("INVALID_ARGUMENT", "the prompt is empty: it has no tokens", field="prompt")
+    if params.prompt_logprobs is not None:
+        largest = MAX_PROMPT_LOGPROBS // (params.prompt_logprobs + 1)
+        if len(prompt.token_ids) > largest:
+            raise RequestError(
+                "INVALID_ARGUMENT",
+                f"the prompt has {len(prompt.token_ids)} tokens, and with prompt_logprobs of {params.prompt_logprobs} "
+                f"at most {largest} fit into one answer",
+                field="output.prompt_logprobs",
+            )
+
+
 def check_model(name: str, model: TextModel) -> None:
     """An empty name means the served model."""
     if name and name not in model.names:
@@ -220,6 +237,8 @@ def _prompt_source(pb: gpb.GenerateRequest, model: TextModel) -> PromptSource:
 
 
 def _chat(pb: gpb.ChatPrompt) -> ChatPrompt:
+    check_size("chat.messages_json", pb.messages_json)
+    _check_length("chat.template_kwargs_json", pb.template_kwargs_json, MAX_ARGUMENTS_BYTES)
     return ChatPrompt(parse_messages(pb.messages_json), parse_template_arguments(pb.template_kwargs_json))
 
 

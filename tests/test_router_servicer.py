@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from router_front import HELLO, Front, logprob_of, make_model_dir, make_tokenizer, running_front, until
 
-from engine.messages import PrefillStart
+from engine.messages import Failed, PrefillStart, Reason
 from engine.types import SamplingParams
 from protos import generation_pb2 as gpb
 from protos import generation_pb2_grpc
@@ -293,6 +295,25 @@ async def test_a_client_that_leaves_frees_the_workers_at_once(directory: Path, h
         await asyncio.gather(reading, return_exceptions=True)
 
 
+async def test_a_storm_of_clients_that_leave_leaves_nothing_behind(directory: Path) -> None:
+    rng = random.Random(3)
+
+    async def one(front: Front) -> None:
+        asked = request(stopping=gpb.StoppingParams(max_tokens=100), sampling=gpb.SamplingParams(n=rng.randint(1, 3)))
+        call = stub(front).GenerateStream(gpb.GenerateStreamRequest(request=asked))
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+            async with asyncio.timeout(rng.random() * 0.3):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+        call.cancel()
+
+    config = RouterConfig(max_concurrent_requests=20, max_queued_requests=500)
+    async with running_front(directory, says("abc"), step_seconds=0.002, config=config) as front:
+        await asyncio.gather(*(one(front) for _ in range(80)))
+        await until(lambda: front.driver.dispatcher.idle and front.workers.inbox.empty())
+        await until(lambda: not front.workers.jobs)
+
+
 async def test_a_stream_that_fails_gives_its_tokens_first_and_says_that_it_can_resume(directory: Path) -> None:
     async with running_front(
         directory, says("abc"), step_seconds=0.01, config=RouterConfig(restart_grace=0.1, no_worker_grace=0.1)
@@ -378,6 +399,34 @@ async def test_a_bad_field_is_named(directory: Path, wrong: gpb.GenerateRequest,
         error = await failure(stub(front).Generate(wrong))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and bad_field(error) == field
         assert (error.details() or "").count("\n") == 0 and not front.workers.sent
+
+
+async def test_prompt_logprobs_that_no_message_can_hold_are_refused_with_the_largest_prompt(directory: Path) -> None:
+    async with running_front(directory, says("abc")) as front:
+        asked = gpb.GenerateRequest(text="x" * 10_000, output=gpb.OutputOptions(prompt_logprobs=20))
+        error = await failure(stub(front).Generate(asked))
+        assert bad_field(error) == "output.prompt_logprobs" and "at most 9523 fit" in (error.details() or "")
+
+
+async def test_a_text_too_large_to_tokenize_is_refused_with_both_sizes(directory: Path) -> None:
+    async with running_front(directory, says("abc")) as front:
+        error = await failure(stub(front).Generate(gpb.GenerateRequest(text="x" * 2_000_000)))
+        assert bad_field(error) == "text" and "at most 1048576 bytes, got 2000000" in (error.details() or "")
+
+
+async def test_a_worker_that_breaks_gives_an_error_id_that_the_log_explains(
+    directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with running_front(directory, says("abc"), held=True) as front:
+        call = asyncio.ensure_future(stub(front).Generate(request()))
+        await until(lambda: bool(front.workers.sent))
+        key = front.workers.sent[0].command.key  # type: ignore[union-attr]
+        front.driver.worker_event("fake:1", Role.PREFILL, Failed(key, Reason.INTERNAL, resumable=False))
+        error = await failure(call)
+        assert error.code() is grpc.StatusCode.INTERNAL
+        error_id = details(error, error_details_pb2.ErrorInfo).metadata["error_id"]
+    said = capfd.readouterr()
+    assert error_id in (error.details() or "") and error_id in said.out + said.err
 
 
 async def test_a_field_whose_feature_is_not_built_is_unimplemented(directory: Path) -> None:
