@@ -40,6 +40,7 @@ class Faults:
             self.cut,
             self.cut,
             self.drain,
+            self.kill_router,
         ]
         for _ in range(self.rng.choice((0, 2, 4, 8, 12))):
             fault = self.rng.choice(kinds)
@@ -92,6 +93,13 @@ class Faults:
         if not worker.alive and not worker.forever_dead:
             self._note("restart", worker)
             worker.start()
+
+    def kill_router(self) -> None:
+        router = self.world.router
+        if router.alive:
+            self._note("router death", router)
+            self.world.network.kill(router)
+            self.world.clock.at(self.world.clock.now + self.rng.choice((0.1, 2.0)), self.world.restart_router)
 
     def bury(self) -> None:
         worker = self._worker()

@@ -128,8 +128,8 @@ class Stream:
     def unblock(self) -> None:
         for end in self.ends:
             held, end.held = end.held, []
-            for message in held:
-                self._deliver_later(end, message)
+            for message in held:  # at once: what is still on its way was sent later
+                self._arrive(end, end.life, message)
 
     def _deliver_later(self, end: End, message: Any) -> None:
         clock = self.network.clock

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.fake_runner import fake_tokens
@@ -88,6 +88,7 @@ class Client:
     stop_at: int | None = None
     stalls_at: int | None = None
     stalls_for: float = 0.0
+    deadline_at: float = 0.0
     reads_at: float = 0.0
     read: int = 0
 
@@ -121,6 +122,7 @@ class RouterProcess(Process):
         self.incarnation = self.world.rng.getrandbits(63)
         self.core = Dispatcher(config, random.Random(self.world.rng.getrandbits(64)), self.clock.now)
         self.sessions.clear()
+        self.clients.clear()
         for worker in self.world.workers:
             self.connect(worker)
         self.post(0.0, self.tick)
@@ -167,8 +169,12 @@ class RouterProcess(Process):
     # ---- clients --------------------------------------------------------------------------------------------
 
     def submit(self, client: Client) -> None:
+        """Also after a router's death: the client comes back with the tokens that it holds."""
         client.submitted = True
-        client.request, actions = self.core.submit(client.asked, self.clock.now)
+        client.read = len(client.received)
+        left = client.deadline_at - self.clock.now
+        asked = replace(client.asked, deadline=left, resume=tuple(client.received))
+        client.request, actions = self.core.submit(asked, self.clock.now)
         if client.request in self.clients:
             raise Violation(f"request key {client.request} is minted twice")
         self.clients[client.request] = client
@@ -289,6 +295,8 @@ class World:
         return events
 
     def arrive(self, client: Client) -> None:
+        if not client.submitted:
+            client.deadline_at = self.clock.now + client.asked.deadline
         if not self.router.alive or self.router.stopped:
             self.clock.at(self.clock.now + 0.1, lambda: self.arrive(client))
         else:
@@ -343,7 +351,7 @@ class World:
                 return
             case "CANCELLED" if client.patience is not None:
                 return
-            case "DEADLINE_EXCEEDED" if client.asked.deadline < 1000.0:
+            case "DEADLINE_EXCEEDED" if self.clock.now >= client.deadline_at:
                 return
             case "RESOURCE_EXHAUSTED" if client.stalls_for > 0:
                 return
@@ -367,6 +375,13 @@ class World:
             ledger = worker.pool.ledger()
             if not worker.core.idle or ledger["referenced"] or worker.pulls:
                 raise Violation(f"{worker.name} after {seconds:.0f} s of calm: {ledger}, {len(worker.pulls)} pulls")
+
+    def restart_router(self) -> None:
+        self.router.start()
+        for client in self.clients:
+            if client.submitted and client.outcome is None:
+                self.seen["client comes back"] += 1
+                self.router.post(self.rng.random() * 0.5, lambda client=client: self.router.submit(client))
 
     def describe(self, client: Client) -> str:
         flow = self.router.core.flows.get(client.request)
