@@ -57,7 +57,8 @@ class TokenLogprob(NamedTuple):
     top: tuple[Candidate, ...] = ()
 
 
-class Token(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Token:
     """One generated token. `index` counts from 0 within the request, over all attempts."""
 
     index: int

@@ -448,7 +448,8 @@ class _Errors:
         with _open_blocking_channel(self._address, self._security) as channel:
             try:
                 request = health_pb2.HealthCheckRequest(service=name)
-                health_pb2_grpc.HealthStub(channel).Check(request, timeout=diagnosis.PROBE_S, metadata=metadata)
+                stub: Any = health_pb2_grpc.HealthStub(channel)
+                stub.Check(request, timeout=diagnosis.PROBE_S, metadata=metadata)
             except grpc.RpcError:
                 return False
         return True

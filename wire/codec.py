@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from typing import Any
 
@@ -140,6 +141,11 @@ def _stop_to_pb(stop_token_id: int | None) -> gpb.StopMatch | None:
 
 def _stop_from_pb(pb: gpb.StopMatch) -> int | None:
     return pb.token_id if pb.WhichOneof("matched") == "token_id" else None
+
+
+def _number(value: enum.Enum) -> Any:
+    """Protobuf takes an enum's number; its stubs do not say so."""
+    return value.value
 
 
 def _finish_from_number(number: int) -> FinishReason | None:
@@ -373,7 +379,7 @@ def first_token_to_pb(first: m.FirstToken) -> wpb.FirstToken:
         index=first.token.index,
         logprob=None if logprob is None else logprob_to_pb(logprob),
         prompt_logprobs=[logprob_to_pb(each) for each in first.prompt_logprobs],
-        finish_reason=first.finish_reason.value if first.finish_reason else 0,
+        finish_reason=_number(first.finish_reason) if first.finish_reason else None,
         times=_times_to_pb(first.times),
         stop_match=_stop_to_pb(first.stop_token_id),
     )
@@ -409,7 +415,7 @@ def step_to_pb(step: m.StepBatch) -> wpb.StepBatch:
         finishes=[
             wpb.Finish(
                 key=key_to_pb(finish.key),
-                reason=finish.reason.value,
+                reason=_number(finish.reason),
                 stop_match=_stop_to_pb(finish.stop_token_id),
                 times=_times_to_pb(finish.times),
             )
@@ -441,7 +447,7 @@ def _finish_from_pb(pb: wpb.Finish) -> m.Finish:
 def _refused_to_pb(refused: m.Refused) -> wpb.Refused:
     return wpb.Refused(
         key=key_to_pb(refused.key),
-        reason=refused.reason.value,
+        reason=_number(refused.reason),
         retry_after=to_duration(refused.retry_after),
         facts=refused.facts,
     )
@@ -449,7 +455,7 @@ def _refused_to_pb(refused: m.Refused) -> wpb.Refused:
 
 def _failed_to_pb(failed: m.Failed) -> wpb.Failed:
     return wpb.Failed(
-        key=key_to_pb(failed.key), reason=failed.reason.value, resumable=failed.resumable, facts=failed.facts
+        key=key_to_pb(failed.key), reason=_number(failed.reason), resumable=failed.resumable, facts=failed.facts
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -31,7 +32,7 @@ class Health:
 
 async def is_ready(channel: grpc.aio.Channel, service: str, timeout: float) -> bool:
     """Whether `service` at the other end is ready; "" asks for alive. False also when nobody answers."""
-    stub = health_pb2_grpc.HealthStub(channel)
+    stub: Any = health_pb2_grpc.HealthStub(channel)
     try:
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
     except grpc.aio.AioRpcError:

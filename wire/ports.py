@@ -66,7 +66,8 @@ def _holder(port: int) -> str | None:
     except (psutil.AccessDenied, OSError):
         return None
     for connection in connections:
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+        listens = connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
+        if listens and connection.pid:
             try:
                 return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
             except psutil.Error:

@@ -81,22 +81,18 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         async def refuse(request: Any, context: grpc.aio.ServicerContext) -> Any:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid deployment token is required")
 
-        async def refuse_stream(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid deployment token is required")
-            yield  # makes this an async generator, as a streaming handler has to be
-
-        self._refusals = {
+        self._refusals: dict[tuple[bool, bool], grpc.RpcMethodHandler[Any, Any]] = {
             (False, False): grpc.unary_unary_rpc_method_handler(refuse),
-            (False, True): grpc.unary_stream_rpc_method_handler(refuse_stream),
+            (False, True): grpc.unary_stream_rpc_method_handler(refuse),
             (True, False): grpc.stream_unary_rpc_method_handler(refuse),
-            (True, True): grpc.stream_stream_rpc_method_handler(refuse_stream),
+            (True, True): grpc.stream_stream_rpc_method_handler(refuse),
         }
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method in _OPEN_METHODS:
             return handler
