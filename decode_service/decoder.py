@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from decode_service.job import Job, JobKey
+from decode_service.refusal import refusal
 from decode_service.scheduler import UNBOUND, DecodeScheduler, Slot
 from engine.batch import Batch, StepOutput
 from engine.blocks import BlockPool
@@ -40,7 +41,7 @@ from engine.prefix_cache import block_digest, chain, root_digest
 from engine.stopping import finish_of
 from kvtransfer.actions import Action, Adopted, Announced, Drained, Landed, PullFailed, Ready, ToRouter
 from kvtransfer.inbox import PROGRESS_SECONDS, Inbox
-from kvtransfer.ticket import fault, layout_digest
+from kvtransfer.ticket import layout_digest
 
 TOMBSTONE_TTL = 120.0
 MAX_TOMBSTONES = 4096
@@ -142,7 +143,9 @@ class Decoder:
         if key in self._tombstones:
             self.ignored["start_after_end"] += 1
             return []
-        if refused := self._refusal(start):
+        if self.draining:
+            return [ToRouter(session, Refused(start.key, Reason.DRAINING))]
+        if refused := refusal(start, self.scheduler, self.config, self._step_seconds):
             return [ToRouter(session, refused)]
         job = self._job(session, start, now)
         transport = LOCAL if job.slot.lent else self._transport
@@ -171,38 +174,6 @@ class Decoder:
         )
         job.slot.credit = job.has_credit
         return job
-
-    def _refusal(self, start: DecodeStart) -> Refused | None:
-        """Why this start cannot be served, now or ever. Its ticket stays good for another worker."""
-        scheduler, tokens, total = self.scheduler, len(start.token_ids), self.pool.num_blocks
-        if self.draining:
-            return Refused(start.key, Reason.DRAINING)
-        if facts := self._invalid(start):
-            return Refused(start.key, Reason.INVALID_FIELD, facts=facts)
-        if (needed := scheduler.blocks_for(tokens + 1)) > total:
-            largest = total * self.layout.block_size - 1
-            facts = _text(needed_blocks=needed, total_blocks=total, tokens=tokens, largest=largest)
-            return Refused(start.key, Reason.OUT_OF_BLOCKS, facts=facts)
-        if scheduler.full:
-            retry_after = round(min(30.0, max(0.1, 20 * self._step_seconds)), 1)
-            facts = _text(waiting=len(scheduler.waiting), limit=scheduler.max_waiting, retry_after=retry_after)
-            return Refused(start.key, Reason.QUEUE_FULL, retry_after, facts)
-        return None
-
-    def _invalid(self, start: DecodeStart) -> dict[str, str]:
-        """The facts of an invalid field; empty when all are in order. Repeats what the router has checked."""
-        tokens, params, limit = len(start.token_ids), start.params, self.config.max_model_len
-        if params.seed is None or params.max_tokens is None:
-            return _text(field="seed" if params.seed is None else "max_tokens", sentence="it must be set")
-        if not 0 <= start.emitted < tokens:
-            return _text(field="emitted", sentence=f"it must be in [0, {tokens - 1}], got {start.emitted}")
-        if start.emitted + 1 >= params.max_tokens:
-            sentence = f"{params.max_tokens} leave nothing to do here after {start.emitted} and the prefill's one"
-            return _text(field="max_tokens", sentence=sentence)
-        if tokens >= limit:  # one place is left for the token that is sampled
-            return _text(field="token_ids", tokens=tokens, limit=limit, largest=limit - 1)
-        wrong = fault(start.ticket, tokens, self.layout.block_size)
-        return {} if wrong is None else _text(field="ticket", sentence=wrong)
 
     def _credit(self, key: JobKey, until_index: int, now: float) -> list[Action]:
         if (job := self._jobs.get(key)) is None:
@@ -548,10 +519,6 @@ def _echo(job: Job, first: FirstToken) -> ToRouter:
 
 def _failed(job: Job, reason: Reason, *, resumable: bool, facts: dict[str, str] | None = None) -> ToRouter:
     return ToRouter(job.session, Failed(job.start.key, reason, resumable, facts or {}))
-
-
-def _text(**facts: int | float | str) -> dict[str, str]:
-    return {name: str(value) for name, value in facts.items()}
 
 
 def _average(old: float, new: float) -> float:
