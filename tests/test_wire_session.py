@@ -133,7 +133,7 @@ async def test_a_worker_that_goes_away_ends_the_session_at_once() -> None:
     with pytest.raises(SessionOver):
         async with asyncio.timeout(1.0):
             await running
-    assert worker.closed == [5]
+    await until(lambda: worker.closed == [5])
 
 
 async def test_a_silent_worker_is_given_up_after_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ async def test_a_silent_router_is_given_up_too(monkeypatch: pytest.MonkeyPatch) 
     async with served(worker) as address:
         with pytest.raises(SessionOver):
             await Router(address).run()
-        assert worker.closed == [5]
+        await until(lambda: worker.closed == [5])
 
 
 async def test_a_stream_without_hello_is_refused_with_a_sentence() -> None:
