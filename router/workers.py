@@ -47,8 +47,12 @@ class Worker:
         return min(self.hello.max_model_len, self.hello.total_blocks * self.hello.layout.block_size)
 
     def cache_changed(self, change: CacheChange) -> None:
-        """A gap in `sequence` means that what we believe is worth nothing: forget it and learn again."""
-        if self.cache_sequence is not None and change.sequence != self.cache_sequence + 1:
+        """A gap in `sequence` means that what we believe is worth nothing: forget it and learn again.
+
+        A snapshot comes at the start of a session, in several messages of one sequence if it is long.
+        """
+        last = self.cache_sequence
+        if last is not None and change.sequence not in (last, last + 1):
             self.hashes.clear()
         self.cache_sequence = change.sequence
         for digest in change.sealed:
