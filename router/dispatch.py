@@ -1,13 +1,8 @@
 """All requests of one router: admission, the queue, placing on workers, pacing, credit. Sans-IO.
 
 The driver calls in with events and the time (`tick` at least ten times a second) and carries out the actions
-in order. Flows decide what an event means, policy.py which worker is best; this file knows who waits for what.
-
-Suspects. A request that went down with two workers runs only where every other request of this router is a
-suspect too, and after the third death alone, so that one poisonous request cannot take ordinary ones with it.
-If no worker is free of ordinary requests, the oldest waiting suspect reserves the one with the fewest: it takes
-no new ordinary work, so it empties and the suspect goes there. While suspects run on it, ordinary requests go
-elsewhere or wait. One reservation a role at a time, by age: suspects are finite, so everybody gets a turn.
+in order. Flows decide what an event means, suspects.py who may share a worker, policy.py which worker is best; this
+file knows who waits for what.
 """
 
 from __future__ import annotations
@@ -34,7 +29,8 @@ from router import policy
 from router.actions import Action, End, FlowAction, LinkFailed, RouterRequest
 from router.admission import Closing, RouterConfig, TooLong, check_queue, check_resume, fit, limit_of
 from router.flow import Flow
-from router.workers import Role, Worker, Workers
+from router.suspects import Suspects
+from router.workers import Role, Workers
 
 
 class Dispatcher:
@@ -49,7 +45,7 @@ class Dispatcher:
         self._queue: dict[int, Flow] = {}  # beyond max_concurrent_requests, in order of arrival
         self._waiting: dict[int, Flow] = {}  # want a worker and have none
         self._held: dict[tuple[int, Role], str] = {}  # where each leg is, as the workers' job lists have it
-        self._reserved: dict[Role, tuple[str, int]] = {}  # worker and the suspect that waits for it
+        self._suspects = Suspects(self.flows)
         self._closing = False
 
     @property
@@ -117,8 +113,6 @@ class Dispatcher:
         if worker is None:
             return []
         carried = [self.flows[request] for request in worker.jobs]
-        if role in self._reserved and self._reserved[role][0] == address:
-            del self._reserved[role]
         lost: list[tuple[Flow, list[FlowAction]]] = []
         for flow in carried:  # all first, so that nobody is placed by a half-told story
             self._held.pop((flow.request, role), None)
@@ -202,9 +196,7 @@ class Dispatcher:
             self._book(flow, self._place(flow, now), actions)
         if flow.wants is None:
             self._waiting.pop(flow.request, None)
-        for role, (_, suspect) in list(self._reserved.items()):
-            if suspect == flow.request and flow.wants is not role:
-                del self._reserved[role]
+        self._suspects.review(flow)
         if flow.ended and self.flows.pop(flow.request, None) is not None:
             self._queue.pop(flow.request, None)
             self.ignored.update(flow.ignored)
@@ -254,7 +246,7 @@ class Dispatcher:
             sentence = f"no {role.value} worker has a pool for {flow.max_total} tokens"
             return flow.give_up(now, "RESOURCE_EXHAUSTED", sentence, {"tokens": str(flow.max_total)})
         rested = [worker for worker in fitting if flow.avoid.get((role, worker.address), now) <= now]
-        company = self._company(flow, role, rested)
+        company = self._suspects.company(flow, role, rested, self.workers.eligible(role))
         if role is Role.DECODE:
             chosen = policy.pick_decode(company, self._rng)
             return flow.start_decode(chosen.address, now) if chosen else []
@@ -285,37 +277,6 @@ class Dispatcher:
         if since is not None:
             sentence = self.workers.why_none(role)
         return flow.give_up(now, "UNAVAILABLE", sentence, {"role": role.value, "resumable": "true"})
-
-    def _company(self, flow: Flow, role: Role, workers: Sequence[Worker]) -> list[Worker]:
-        """Those of `workers` where this request may run, given who else runs there (see the module's docstring)."""
-        eligible = {each.address for each in self.workers.eligible(role)}
-        if role in self._reserved and self._reserved[role][0] not in eligible:
-            del self._reserved[role]
-        reserved, by = self._reserved.get(role, ("", 0))
-        if by == flow.request and flow.suspicion == 0:  # a worker that it seemed to have lost came back
-            del self._reserved[role]
-            reserved = ""
-        if flow.suspicion == 0:
-            return [worker for worker in workers if worker.address != reserved and not self._suspects(worker)]
-        mine = by == flow.request
-        open_to = [worker for worker in workers if mine or worker.address != reserved]
-        if flow.suspicion == 1:
-            free = [worker for worker in open_to if len(self._suspects(worker)) == len(worker.jobs)]
-            free = [worker for worker in free if all(each.suspicion == 1 for each in self._suspects(worker))]
-            free.sort(key=lambda worker: len(worker.jobs), reverse=True)  # suspects gather on one worker
-        else:
-            free = [worker for worker in open_to if not worker.jobs]
-        if free:
-            if mine:
-                del self._reserved[role]
-            return free[:1]
-        if workers and not reserved:
-            ordinary = min(workers, key=lambda worker: (len(worker.jobs) - len(self._suspects(worker)), worker.address))
-            self._reserved[role] = (ordinary.address, flow.request)
-        return []
-
-    def _suspects(self, worker: Worker) -> list[Flow]:
-        return [self.flows[request] for request in worker.jobs if self.flows[request].suspicion > 0]
 
     # ---- checks ---------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from engine.messages import (
 from engine.types import FinishReason, SamplingParams, Token, TokenLogprob
 from router.actions import Emit, End, FlowAction, LinkFailed, Outcome, RouterRequest, Times, ToWorker
 from router.admission import RouterConfig
+from router.credit import Window
 from router.workers import Role
 
 SUSPECT_DEATHS = 2  # after so many deaths a request runs among suspects alone
@@ -88,9 +89,7 @@ class Flow:
         self.refusals: dict[tuple[Role, str], Reason] = {}
         self.deaths: set[tuple[str, int]] = set()  # (address, incarnation) of workers that went with this on board
         self.failed_copies = 0
-        self.consumed = len(self.log)
-        self.until_index = 0  # what the decode leg may send below
-        self.exhausted_since: float | None = None
+        self.credit = Window(config.credit_window, len(self.log))
         self.ended = False
         self.ignored: Counter[str] = Counter()
         self._config = config
@@ -144,11 +143,10 @@ class Flow:
         key = RequestKey(self.request, self.attempt, self.placement)
         self.legs[Role.DECODE] = Leg(address, key)
         self.wants = None
-        self.until_index = self.consumed + self._config.credit_window
         start = DecodeStart(
             key=key, ticket=self.ticket, token_ids=self.token_ids, emitted=self.base, params=self.params,
             deadline=max(0.0, self.deadline_at - now), age=now - self.submitted_at,
-            until_index=self.until_index, cache_namespace=self.asked.namespace,
+            until_index=self.credit.grant(), cache_namespace=self.asked.namespace,
         )  # fmt: skip
         return [ToWorker(address, Role.DECODE, start)]
 
@@ -265,17 +263,12 @@ class Flow:
 
     def consumed_to(self, index: int, now: float) -> list[FlowAction]:
         """The client has taken every token below `index`."""
-        index = min(index, len(self.log))
-        if self.ended or index <= self.consumed:
+        if self.ended or not self.credit.read_to(min(index, len(self.log)), now):
             return []
-        self.consumed = index
-        self.exhausted_since = None
-        window = self._config.credit_window
         leg = self.legs.get(Role.DECODE)
         actions: list[FlowAction] = []
-        if leg is not None and 2 * (index + window - self.until_index) >= window:
-            self.until_index = index + window
-            actions.append(ToWorker(leg.address, Role.DECODE, Credit(leg.key, self.until_index)))
+        if leg is not None and self.credit.due:
+            actions.append(ToWorker(leg.address, Role.DECODE, Credit(leg.key, self.credit.grant())))
         self._note_exhausted(now)
         return actions
 
@@ -291,8 +284,8 @@ class Flow:
             sentence = f"the deadline of {self.asked.deadline:g} s passed after {len(self.log)} tokens"
             return self._fail(now, "DEADLINE_EXCEEDED", sentence, {"resumable": "true"}, Reason.DEADLINE)
         limit = self._config.slow_client
-        if self.exhausted_since is not None and now - self.exhausted_since >= limit:
-            unread = len(self.log) - self.consumed
+        if self.credit.exhausted_for(now) >= limit:
+            unread = len(self.log) - self.credit.consumed
             sentence = f"slow consumer: nothing was read for {limit:g} s while {unread} tokens waited"
             return self._fail(now, "RESOURCE_EXHAUSTED", sentence, {"unread": str(unread), "resumable": "true"})
         return []
@@ -332,9 +325,7 @@ class Flow:
         return [Emit(self.request, (token,), shown, self._cached_tokens)]
 
     def _note_exhausted(self, now: float) -> None:
-        granted = self.until_index if Role.DECODE in self.legs else self.consumed + self._config.credit_window
-        if self.exhausted_since is None and len(self.log) >= granted:
-            self.exhausted_since = now
+        self.credit.note(len(self.log), Role.DECODE in self.legs, now)
 
     def _copy_failed(self, decode: str, reason: Reason, now: float) -> list[FlowAction]:
         actions: list[FlowAction] = []

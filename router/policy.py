@@ -35,7 +35,7 @@ def resident_share(worker: Worker) -> float:
     """Blocks in use, as reported or as this router's own requests imply (a load report lags), over the pool."""
     hello = worker.hello
     own = sum(-(-tokens // hello.layout.block_size) for tokens in worker.jobs.values())
-    reported = hello.total_blocks - worker.load.free_blocks if worker.load != type(worker.load)() else 0
+    reported = hello.total_blocks - worker.load.free_blocks if worker.reported else 0
     return max(own, reported) / max(1, hello.total_blocks)
 
 

@@ -31,6 +31,7 @@ class Worker:
     hello: WorkerHello
     number: int = 0  # counts ups: a smaller one has been here longer
     load: WorkerLoad = WorkerLoad()
+    reported: bool = False  # whether `load` is the worker's own
     draining: bool = False
     mismatch: str = ""  # why its layout keeps it unused
     jobs: dict[int, int] = field(default_factory=dict)
@@ -90,7 +91,7 @@ class Workers:
 
     def report(self, worker: Worker, load: WorkerLoad, now: float) -> None:
         was_eligible = worker.eligible
-        worker.load = load
+        worker.load, worker.reported = load, True
         worker.draining = load.draining
         self._note_empty(worker.role, now, was_eligible)
 

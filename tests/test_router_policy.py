@@ -12,6 +12,10 @@ from router.workers import Role, Worker
 LAYOUT = KvLayout(b"\x01" * 32, "float32", 16, 2, 2, 64, 8192, "torch 2")
 
 
+def report(each: Worker, load: WorkerLoad) -> None:
+    each.load, each.reported = load, True
+
+
 def worker(name: str, blocks: int = 100) -> Worker:
     return Worker(name, Role.PREFILL, WorkerHello(Node(name, 1, name), LAYOUT, blocks, 8, 4096))
 
@@ -51,9 +55,9 @@ def test_tenants_do_not_share_prefixes() -> None:
 
 def test_decode_prefers_the_emptier_of_two_random_workers() -> None:
     workers = [worker(f"d{i}") for i in range(3)]
-    workers[0].load = WorkerLoad(running=1, free_blocks=10)
-    workers[1].load = WorkerLoad(running=1, free_blocks=50)
-    workers[2].load = WorkerLoad(running=1, free_blocks=90)
+    report(workers[0], WorkerLoad(running=1, free_blocks=10))
+    report(workers[1], WorkerLoad(running=1, free_blocks=50))
+    report(workers[2], WorkerLoad(running=1, free_blocks=90))
     rng = random.Random(1)
     picked = Counter(chosen.address for _ in range(300) if (chosen := policy.pick_decode(workers, rng)))
     assert picked["d0"] == 0 and picked["d2"] > picked["d1"] > 50
@@ -61,7 +65,8 @@ def test_decode_prefers_the_emptier_of_two_random_workers() -> None:
 
 def test_requests_just_placed_count_before_the_next_load_report() -> None:
     one, two = worker("d1"), worker("d2")
-    one.load = two.load = WorkerLoad(running=1, free_blocks=100)
+    report(one, WorkerLoad(running=1, free_blocks=100))
+    report(two, WorkerLoad(running=1, free_blocks=100))
     one.jobs = {1: 160}
     assert policy.pick_decode([one, two], random.Random(1)) is two
 
