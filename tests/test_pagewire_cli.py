@@ -151,7 +151,7 @@ def running_up(topology: Topology) -> Iterator[tuple[subprocess.Popen[str], list
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=child_environment(),
+        env={**child_environment(), "TMPDIR": str(topology.cache_dir)},  # for the logs, which a kill leaves behind
     )
     assert process.stdout
     try:

@@ -27,9 +27,9 @@ class Phases:
             self._progress = Progress(
                 SpinnerColumn(finished_text="[green]✓[/]"),
                 TextColumn(f"{{task.fields[name]:<{NAME_WIDTH}}}"),
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=16),
                 TimeElapsedColumn(),
+                TextColumn("{task.description}", markup=False),  # last: a long path is cut at the terminal's edge
                 console=console,
             )
 

@@ -28,7 +28,7 @@ async def print_deployment(topology: Topology, log_dir: Path, console: Console) 
         f"pagewire {metadata.version('pagewire')} is ready",
         f"  gRPC       {topology.address}   pagewire.v1.GenerationService, health and reflection",
         f"  model      {topology.model}, {dtypes}",
-        *(f"  {worker.role:<10} {worker.address}   {pool(worker)}" for worker in info.workers),
+        *(f"  {worker.role:<10} {worker.address}   {pool(worker)}" for worker in by_role(info)),
         f"  transport  {transport(info)}",
         f"  logs       {log_dir}",
         "",
@@ -43,6 +43,10 @@ async def print_deployment(topology: Topology, log_dir: Path, console: Console) 
         "Ctrl-C stops everything.",
     ]
     console.print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def by_role(info: ServerInfo) -> list[WorkerStatus]:
+    return sorted(info.workers, key=lambda worker: (worker.role != "prefill", worker.address))
 
 
 def pool(worker: WorkerStatus) -> str:
@@ -71,7 +75,7 @@ async def ps(address: str) -> None:
             f"{worker.leased_blocks:,}",
             f"{worker.pulled_blocks:,}",
         )
-        for worker in info.workers
+        for worker in by_role(info)
     ]
     print(f"router {address}, version {info.version}, up {info.uptime:.0f} s")
     print(table(rows) if info.workers else "no worker is connected")

@@ -1,0 +1,57 @@
+"""What the README says can be typed exists, and CI runs the README's own test command."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from typer.main import get_command
+
+from pagewire.cli import app
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
+
+
+def flags_of(command: str) -> set[str]:
+    return {option for parameter in COMMANDS[command].params for option in parameter.opts} | {"--help"}
+
+
+def python_example() -> str:
+    return re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+
+
+def test_every_make_target_that_it_names_is_there() -> None:
+    named = set(re.findall(r"\bmake ([a-z][a-z-]*)", README))
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    assert {"demo", "serve", "test", "lint"} <= named <= targets
+
+
+def test_ci_runs_the_test_command() -> None:
+    lines = (ROOT / ".ci" / "run").read_text("utf-8").splitlines()
+    assert "make test" in lines and "make lint" in lines
+
+
+def test_every_command_and_flag_that_it_shows_is_there() -> None:
+    for command, rest in re.findall(r"pagewire (up|generate|chat|ps|health|version)\b([^`\n]*)", README):
+        assert set(re.findall(r"(--[a-z-]+)", rest)) <= flags_of(command), f"pagewire {command}{rest}"
+    table = README.split("## Configuration")[1].split("## ")[0]
+    documented = {
+        flag for row in re.findall(r"^\| (`--.*?) \|", table, re.MULTILINE) for flag in re.findall(r"--[a-z-]+", row)
+    }
+    assert flags_of("up") - documented == {"--demo", "--help"}
+
+
+def test_every_folder_that_it_describes_is_there() -> None:
+    table = README.split("| folder |")[1].split("\n\n")[0]
+    folders = re.findall(r"`([a-z_]+/)`", table)
+    assert folders and all((ROOT / folder).is_dir() for folder in folders)
+
+
+def test_the_python_example_runs(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    code = python_example().replace("127.0.0.1:50051", cluster.address)
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out
