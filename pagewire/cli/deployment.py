@@ -23,6 +23,7 @@ ROUTER_SERVICE = "pagewire.v1.GenerationService"
 WORKER_SERVICES = {"prefill": "pagewire.v1.PrefillService", "decode": "pagewire.v1.DecodeService"}
 MODULES = {"prefill": "prefill_service", "decode": "decode_service"}
 WORKER_HOST = "127.0.0.1"  # workers talk to this host's router and to each other only
+EXIT_SECONDS = 5.0  # beyond the grace, for a process to end by itself before it is killed
 HEALTH_INTERVAL = 0.1  # seconds between two looks at a process that is not ready yet
 
 
@@ -43,6 +44,7 @@ class Topology:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     cache_dir: Path | None = None
+    grace: float = 30.0  # seconds that running requests have when it stops
 
     @property
     def address(self) -> str:
@@ -78,7 +80,7 @@ def programs(topology: Topology) -> list[Program]:
 
 def _model_flags(topology: Topology) -> tuple[str, ...]:
     cache = ("--cache-dir", str(topology.cache_dir)) if topology.cache_dir else ()
-    return ("--model", topology.model, "--exit-with-parent", *cache)
+    return ("--model", topology.model, "--grace", f"{topology.grace:g}", "--exit-with-parent", *cache)
 
 
 def _worker_flags(topology: Topology) -> tuple[str, ...]:
@@ -186,7 +188,7 @@ class Deployment:
         """Drains: the router first, then all workers at once. Nothing is left when it returns."""
         for stage in (("router",), tuple(MODULES)):
             children = [child for child in self.children if child.program.role in stage]
-            await asyncio.gather(*(child.stop(self._grace) for child in children))
+            await asyncio.gather(*(child.stop(self._grace + EXIT_SECONDS) for child in children))
         if not self._keep_logs or not self.children:
             shutil.rmtree(self.log_dir, ignore_errors=True)
 

@@ -70,17 +70,17 @@ async def _race(work: Coroutine[Any, Any, None], event: asyncio.Event, outcome: 
         await asyncio.gather(task, waiting, return_exceptions=True)
 
 
-async def up(topology: Topology, demo: str | None, grace: float) -> None:
+async def up(topology: Topology, demo: str | None) -> None:
     """Returns after a signal or when the demo's answer is complete; raises CommandFailed when something broke."""
     check_ports(topology)
     console = Console(highlight=False)
     signals = Signals()
-    deployment = Deployment(grace)
+    deployment = Deployment(topology.grace)
     try:
         await signals.unless_interrupted(_serve(topology, demo, deployment, console))
     except Interrupted:
         console.print(deployment.why_not_ready(), markup=False)
-        console.print(f"stopping: requests have {grace:g} s to finish, a second Ctrl-C stops at once")
+        console.print(f"stopping: requests have {topology.grace:g} s to finish, a second Ctrl-C stops at once")
     finally:
         if not await signals.unless_hurried(deployment.stop()):
             await deployment.kill()
