@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.messages import (
     BlockHandle,
@@ -16,6 +16,7 @@ from engine.messages import (
     Heartbeat,
     Node,
     PullDone,
+    PullEvent,
     PullOpen,
     PullOpened,
     PullWant,
@@ -42,6 +43,8 @@ NODE = Node("prefill-0", 77, "host:1")
 LAYOUT = b"layout"
 KEY = RequestKey(5, 1, 1)
 FIRST = FirstToken(RequestKey(5, 1), Token(0, 42))
+OTHER_ATTEMPT = FirstToken(RequestKey(5, 2), Token(0, 42))
+SUPERSEDED = Failed(KEY, Reason.SUPERSEDED, True)
 ENDING = FirstToken(RequestKey(5, 1), Token(0, 42), FinishReason.LENGTH)
 
 
@@ -159,7 +162,7 @@ def test_a_token_0_that_ends_the_request_does_not_wait_for_blocks() -> None:
 @pytest.mark.parametrize(
     ("event", "reason"),
     [
-        (Failed(KEY, Reason.SUPERSEDED, True), Reason.SUPERSEDED),
+        (SUPERSEDED, Reason.SUPERSEDED),
         (PullOpened(b"other"), Reason.LAYOUT_MISMATCH),
         (sealed(2), Reason.STALE_TICKET),
         (sealed(-1), Reason.STALE_TICKET),
@@ -252,6 +255,9 @@ class InboxMachine(RuleBasedStateMachine):
         self.drained: set[int] = set()
         self.closed: set[int] = set()
         self.done: set[int] = set()
+        self.arriving: set[int] = set()
+        self.heard: dict[int, float] = {}
+        self.moved: dict[int, float] = {}
         self.next_block = 0
 
     def perform(self, actions: list[Action]) -> None:
@@ -293,81 +299,118 @@ class InboxMachine(RuleBasedStateMachine):
     def live(self) -> list[int]:
         return [pull for pull in self.size if pull not in self.verdict]
 
-    def any_pull(self, data: st.DataObject) -> int:
-        return data.draw(st.sampled_from([*self.size, 99])) if self.size else 99
+    def a_pull(self, data: st.DataObject) -> int:
+        """Mostly one that is live."""
+        live = self.live()
+        return data.draw(st.sampled_from(live * 6 + list(self.size) + [99]))
 
+    @initialize()
+    def begin(self) -> None:
+        self.open(4, set())
+
+    @precondition(lambda self: len(self.live()) < 3)
     @rule(blocks=st.integers(1, 4), held=st.sets(st.integers(0, 3), max_size=2))
     def open(self, blocks: int, held: set[int]) -> None:
-        if len(self.live()) >= 3:
-            return
         mine = frozenset(p for p in held if p < blocks)
         pull, actions = self.inbox.open(ticket(blocks), KEY, mine, "grpc", self.now)
         assert pull not in self.size and isinstance(actions[0], OpenPull)
         self.size[pull], self.held[pull] = blocks, mine
         self.announced[pull], self.bound[pull], self.landed[pull] = set(), {}, set()
+        self.heard[pull] = self.moved[pull] = self.now
 
-    @rule(data=st.data(), positions=st.sets(st.integers(0, 4), min_size=1), generation=st.integers(0, 9))
-    def seal(self, data: st.DataObject, positions: set[int], generation: int) -> None:
-        pull = self.any_pull(data)
-        if pull in self.live():
-            self.announced[pull] |= {p for p in positions if p < self.size[pull]}
-        blocks = [handle(p)._replace(generation=generation // 9) for p in sorted(positions)]
-        self.perform(self.inbox.message(pull, BlocksSealed(blocks), self.now))
+    @rule(data=st.data(), positions=st.sets(st.integers(0, 3), min_size=1), odd=st.integers(0, 19))
+    def seal(self, data: st.DataObject, positions: set[int], odd: int) -> None:
+        """odd 1: a position out of range; odd 2: another generation than before."""
+        pull = self.a_pull(data)
+        blocks = [handle(p) for p in sorted(positions) if p < self.size.get(pull, 4)]
+        if odd == 1:
+            blocks.append(handle(self.size.get(pull, 4)))
+        if odd == 2 and self.announced.get(pull):
+            blocks = [handle(min(self.announced[pull]))._replace(generation=1)]
+        live = pull in self.live()
+        wrong = odd == 1 or (odd == 2 and bool(self.announced.get(pull)))
+        if live and not wrong:
+            self.announced[pull] |= {each.position for each in blocks}
+        self.perform(self.message(pull, BlocksSealed(blocks)))
+        if live:
+            assert (self.verdict.get(pull) == "failed") == wrong
 
     @precondition(lambda self: self.live())
     @rule(data=st.data())
     def bind(self, data: st.DataObject) -> None:
         pull = data.draw(st.sampled_from(self.live()))
         free = [p for p in range(self.size[pull]) if p not in self.held[pull] and p not in self.bound[pull]]
-        chosen = data.draw(st.sets(st.sampled_from(free))) if free else set()
+        chosen = data.draw(st.sets(st.sampled_from(free), min_size=1)) if free else set()
         destinations = {position: self.next_block + number for number, position in enumerate(sorted(chosen))}
         self.next_block += len(chosen)
         self.bound[pull].update(destinations)
+        self.arriving.add(pull)
+        self.heard[pull] = self.moved[pull] = self.now
         self.perform(self.inbox.bind(pull, destinations, self.now))
 
-    @rule(data=st.data(), position=st.integers(0, 4), wrong=st.integers(0, 9))
-    def copied(self, data: st.DataObject, position: int, wrong: int) -> None:
-        pull = self.any_pull(data)
+    @rule(data=st.data(), position=st.integers(0, 3), odd=st.integers(0, 19))
+    def copied(self, data: st.DataObject, position: int, odd: int) -> None:
+        """odd 1: before its announcement; odd 2: other bytes."""
+        pull = self.a_pull(data)
+        early = position not in self.announced.get(pull, ())
+        if early and odd != 1:
+            return
         writable = self.inbox.destination(pull, position)
         waits = pull in self.live() and position in self.bound[pull] and position not in self.landed[pull]
         assert (writable is not None) == waits
-        actions = self.inbox.copied(pull, position, 1000 + position + wrong // 9, self.now)
+        if waits and not early and odd != 2:
+            self.heard[pull] = self.moved[pull] = self.now
+        actions = self.inbox.copied(pull, position, 1000 + position + int(odd == 2), self.now)
         assert bool(actions) == waits
         self.perform(actions)
+        if waits:
+            assert (self.verdict.get(pull) == "failed") == (early or odd == 2)
 
-    @rule(data=st.data(), ending=st.integers(0, 5))
-    def token_0(self, data: st.DataObject, ending: int) -> None:
-        pull = self.any_pull(data)
-        first = FIRST if ending else ENDING
-        if pull in self.live():
+    @rule(data=st.data(), first=st.sampled_from([FIRST] * 8 + [ENDING, OTHER_ATTEMPT]))
+    def token_0(self, data: st.DataObject, first: FirstToken) -> None:
+        pull = self.a_pull(data)
+        live = pull in self.live()
+        if live and first is not OTHER_ATTEMPT:
             self.first.setdefault(pull, first)
-        self.perform(self.inbox.message(pull, first, self.now))
+        self.perform(self.message(pull, first))
+        if live:
+            assert (self.verdict.get(pull) == "failed") == (first is OTHER_ATTEMPT)
 
-    @rule(data=st.data(), event=st.sampled_from([Failed(KEY, Reason.SUPERSEDED, True), Heartbeat(1)]))
+    @rule(data=st.data(), event=st.sampled_from([Heartbeat(1)] * 8 + [SUPERSEDED]))
     def other_event(self, data: st.DataObject, event: Failed | Heartbeat) -> None:
-        self.perform(self.inbox.message(self.any_pull(data), event, self.now))
+        self.perform(self.message(self.a_pull(data), event))
 
-    @rule(data=st.data())
-    def copy_fails(self, data: st.DataObject) -> None:
-        self.perform(self.inbox.copy_failed(self.any_pull(data), 0, self.now))
+    @rule(data=st.data(), luck=st.integers(0, 5))
+    def ending(self, data: st.DataObject, luck: int) -> None:
+        pull = self.a_pull(data)
+        if luck == 0:
+            self.perform(self.inbox.copy_failed(pull, 0, self.now))
+        elif luck == 1:
+            if pull in self.live():
+                self.verdict[pull] = "cancelled"
+            self.perform(self.inbox.cancel(pull, self.now))
+        elif luck == 2 or pull in self.closed:
+            self.stream_over.add(pull)
+            self.perform(self.inbox.stream_closed(pull, self.now))
 
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        pull = self.any_pull(data)
-        if pull in self.live():
-            self.verdict[pull] = "cancelled"
-        self.perform(self.inbox.cancel(pull, self.now))
-
-    @rule(data=st.data())
-    def stream_ends(self, data: st.DataObject) -> None:
-        pull = self.any_pull(data)
-        self.stream_over.add(pull)
-        self.perform(self.inbox.stream_closed(pull, self.now))
-
-    @rule(seconds=st.sampled_from([1.0, 11.0]))
+    @rule(seconds=st.sampled_from([0.1, 1.0, 6.0]))
     def tick(self, seconds: float) -> None:
         self.now += seconds
+        due = set()
+        for pull in self.arriving & set(self.live()):
+            owed = self.announced[pull] & self.bound[pull].keys() - self.landed[pull]
+            if self.now >= (self.moved if owed else self.heard)[pull] + 10.0:
+                due.add(pull)
+        before = set(self.live())
         self.perform(self.inbox.tick(self.now))
+        assert before - set(self.live()) == due
+
+    def message(self, pull: int, event: PullEvent) -> list[Action]:
+        if pull in self.live():
+            self.heard[pull] = self.now
+            if not isinstance(event, Heartbeat):
+                self.moved[pull] = self.now
+        return self.inbox.message(pull, event, self.now)
 
     @invariant()
     def every_block_is_somewhere(self) -> None:
@@ -390,4 +433,4 @@ class InboxMachine(RuleBasedStateMachine):
 
 
 TestInboxMachine = InboxMachine.TestCase
-TestInboxMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestInboxMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

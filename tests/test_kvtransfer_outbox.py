@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.messages import (
     BlockHandle,
@@ -227,14 +227,26 @@ def test_local_blocks_change_owner_instead_of_being_freed() -> None:
     assert 9 not in box and box.leased_blocks == 0
 
 
+# What a PullOpen may have wrong, beside its placement.
+FLAWS: list[dict[str, object]] = [
+    {"owner_incarnation": 1},
+    {"key": RequestKey(6, 1, 3)},
+    {"key": RequestKey(5, 2, 3)},
+    {"layout_digest": b"other"},
+    {"transport": "pigeon"},
+]
+
+
 class OutboxMachine(RuleBasedStateMachine):
-    """Random offers, seals, pulls and endings of three tickets; `perform` checks each action as it comes."""
+    """Offers, seals, pulls and endings of three tickets; `perform` checks each action as it comes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.box = Outbox(NODE, LAYOUT, ticket_ttl=60.0, block_bytes=100)
         self.now = 0.0
         self.size: dict[int, int] = {}  # ticket -> blocks, while it is held
+        self.deadline: dict[int, float] = {}
+        self.alone_since: dict[int, float] = {}
         self.sealed: dict[int, set[int]] = {}
         self.has_first: set[int] = set()
         self.ended: set[int] = set()
@@ -267,7 +279,8 @@ class OutboxMachine(RuleBasedStateMachine):
                     assert len(self.flying[pull]) <= WINDOW
                 case ClosePull(pull):
                     assert pull not in self.closing
-                    self.open.pop(pull, None)
+                    if pull in self.open:
+                        self.alone_since[self.open.pop(pull)[0]] = self.now
                     self.closing.add(pull)
                 case FreeTicket(ticket) | HandOver(_, ticket):
                     assert ticket not in self.ended, "freed twice"
@@ -276,44 +289,54 @@ class OutboxMachine(RuleBasedStateMachine):
                 case _:
                     raise AssertionError(f"unexpected {action}")
 
-    @rule(blocks=st.integers(1, 5), life=st.sampled_from([5.0, 1000.0]))
+    def ticket(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.size)))
+
+    def open_pull(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.open)))
+
+    @initialize()
+    def begin(self) -> None:
+        self.offer(6, 1000.0)
+        self.offer(4, 1000.0)
+
+    @precondition(lambda self: len(self.size) < 3)
+    @rule(blocks=st.integers(1, 6), life=st.sampled_from([5.0, 1000.0]))
     def offer(self, blocks: int, life: float) -> None:
         ticket = len(self.size) + len(self.ended)
-        if len(self.size) < 3:
-            self.size[ticket] = blocks
-            self.sealed[ticket] = set()
-            self.best[ticket] = 0
-            offered = Ticket(ticket, NODE, blocks * 4, blocks, 60.0)
-            generations = [0] * blocks
-            self.box.offer(offered, KEY, 1, self.now + life, range(10, 10 + blocks), generations, self.now)
+        self.size[ticket] = blocks
+        self.deadline[ticket] = self.now + life
+        self.alone_since[ticket] = self.now
+        self.sealed[ticket] = set()
+        self.best[ticket] = 0
+        offered = Ticket(ticket, NODE, blocks * 4, blocks, 60.0)
+        generations = [0] * blocks
+        self.box.offer(offered, KEY, 1, self.now + life, range(10, 10 + blocks), generations, self.now)
 
-    @rule(ticket=st.integers(0, 6), positions=st.sets(st.integers(0, 4)))
-    def seal(self, ticket: int, positions: set[int]) -> None:
-        if ticket in self.size:
-            new = {p for p in positions if p < self.size[ticket]} - self.sealed[ticket]
-            self.sealed[ticket] |= new
-            self.perform(self.box.sealed(ticket, [handle(p) for p in sorted(new)], self.now))
-        elif ticket in self.ended:
-            assert self.box.sealed(ticket, [handle(0)], self.now) == []
-
-    @rule(ticket=st.integers(0, 6))
-    def finish(self, ticket: int) -> None:
-        complete = ticket in self.size and len(self.sealed[ticket]) == self.size[ticket]
-        if complete and ticket not in self.has_first:
+    @precondition(lambda self: self.size)
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def seal(self, data: st.DataObject, count: int) -> None:
+        """The next blocks, as a chunk ends; after the last one token 0."""
+        ticket = self.ticket(data)
+        done = len(self.sealed[ticket])
+        new = range(done, min(done + count, self.size[ticket]))
+        self.sealed[ticket].update(new)
+        self.perform(self.box.sealed(ticket, [handle(p) for p in new], self.now))
+        if len(self.sealed[ticket]) == self.size[ticket] and ticket not in self.has_first:
             self.has_first.add(ticket)
             self.perform(self.box.first_token(ticket, first_token(), self.now))
 
-    @rule(ticket=st.integers(0, 6), placement=st.integers(1, 3), valid=st.integers(0, 4))
-    def pull(self, ticket: int, placement: int, valid: int) -> None:
+    @precondition(lambda self: self.size)
+    @rule(data=st.data(), placement=st.integers(1, 3), flaw=st.sampled_from([{}] * 6 + FLAWS), lost=st.integers(0, 9))
+    def pull(self, data: st.DataObject, placement: int, flaw: dict[str, object], lost: int) -> None:
+        ticket = self.ticket(data) if lost else 1000
         self.pulls += 1
         pull = self.pulls
-        message = opening(placement, ticket, **({} if valid else {"owner_incarnation": 1}))
         before = {known for known, (its, _) in self.open.items() if its == ticket}
-        wins = bool(valid) and ticket in self.size and placement >= self.best[ticket]
+        wins = not flaw and lost and placement >= self.best[ticket]
         for state in (self.announced, self.wanted, self.started, self.flying):
             state[pull] = set()
-        actions = self.box.pull_message(pull, message, self.now)
-        self.perform(actions, opening=pull)
+        self.perform(self.box.pull_message(pull, opening(placement, ticket, **flaw), self.now), opening=pull)
         if wins:
             assert before <= self.closing and pull not in self.closing
             self.open[pull] = (ticket, placement)
@@ -324,35 +347,44 @@ class OutboxMachine(RuleBasedStateMachine):
             assert pull in self.closing and before.isdisjoint(self.closing)
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), positions=st.sets(st.integers(-1, 5), max_size=3))
-    def want(self, data: st.DataObject, positions: set[int]) -> None:
-        pull = data.draw(st.sampled_from(sorted(self.open)))
-        ticket, _ = self.open[pull]
-        bad = any(not 0 <= p < self.size[ticket] for p in positions)
+    @rule(data=st.data(), positions=st.sets(st.integers(0, 5), min_size=2), odd=st.integers(0, 9))
+    def want(self, data: st.DataObject, positions: set[int], odd: int) -> None:
+        pull = self.open_pull(data)
+        blocks = self.size[self.open[pull][0]]
+        positions = {p for p in positions if p < blocks} | ({-1} if odd == 1 else {blocks} if odd == 2 else set())
         self.wanted[pull] |= positions
         self.perform(self.box.pull_message(pull, PullWant(tuple(positions)), self.now))
-        assert (pull in self.closing) == bad
-        assert ticket in self.size
+        assert (pull in self.closing) == (odd in (1, 2)), "out of range ends the pull, and nothing else does"
 
-    @rule(pull=st.integers(0, 12), position=st.integers(0, 4))
-    def sent(self, pull: int, position: int) -> None:
-        self.flying.get(pull, set()).discard(position)
+    @precondition(lambda self: any(self.flying.values()))
+    @rule(data=st.data())
+    def sent(self, data: st.DataObject) -> None:
+        pull = data.draw(st.sampled_from([pull for pull, flying in self.flying.items() if flying]))
+        position = data.draw(st.sampled_from(sorted(self.flying[pull])))
+        self.flying[pull].discard(position)
         self.perform(self.box.sent(pull, position))
+        assert self.box.sent(pull, position) == [], "one block makes room once"
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def done(self, data: st.DataObject) -> None:
-        pull = data.draw(st.sampled_from(sorted(self.open)))
+        pull = self.open_pull(data)
         ticket, _ = self.open[pull]
+        if ticket not in self.has_first and data.draw(st.integers(0, 4)):
+            return  # seldom too early
         self.perform(self.box.pull_message(pull, PullDone(), self.now))
         assert pull in self.closing
         assert (ticket in self.ended) == (ticket in self.has_first)
 
-    @rule(pull=st.integers(0, 12))
-    def stream_ends(self, pull: int) -> None:
+    @precondition(lambda self: self.open or self.closing)
+    @rule(data=st.data())
+    def stream_ends(self, data: st.DataObject) -> None:
+        pull = data.draw(st.sampled_from(sorted({*self.open, *self.closing})))
         self.perform(self.box.pull_closed(pull, self.now))
-        self.open.pop(pull, None)
+        if pull in self.open:
+            self.alone_since[self.open.pop(pull)[0]] = self.now
         self.closing.discard(pull)
+        self.flying[pull].clear()
 
     @precondition(lambda self: self.closing)
     @rule(data=st.data(), message=st.sampled_from([PullDone(), PullWant((0,)), Heartbeat(1), opening()]))
@@ -360,16 +392,29 @@ class OutboxMachine(RuleBasedStateMachine):
         pull = data.draw(st.sampled_from(sorted(self.closing)))
         assert self.box.pull_message(pull, message, self.now) == []
 
-    @rule(ticket=st.integers(0, 6))
-    def revoke(self, ticket: int) -> None:
-        held = ticket in self.size
-        self.perform(self.box.revoke(ticket, self.now))
-        assert ticket in self.ended if held else ticket not in self.size
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), message=st.sampled_from([Heartbeat(1), opening(3)]))
+    def repeated_message(self, data: st.DataObject, message: object) -> None:
+        assert self.box.pull_message(self.open_pull(data), message, self.now) == []
 
-    @rule(seconds=st.sampled_from([1.0, 10.0, 70.0]))
+    @precondition(lambda self: self.size)
+    @rule(data=st.data(), luck=st.integers(0, 4))
+    def revoke(self, data: st.DataObject, luck: int) -> None:
+        ticket = self.ticket(data)
+        if not luck:
+            self.perform(self.box.revoke(ticket, self.now))
+            assert ticket in self.ended
+            assert self.box.revoke(ticket, self.now) == [] == self.box.sealed(ticket, [handle(0)], self.now)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 6.0, 40.0]))
     def tick(self, seconds: float) -> None:
         self.now += seconds
+        pulled = {ticket for ticket, _ in self.open.values()}
+        due = {ticket for ticket in self.size if self.now >= self.deadline[ticket]}
+        due |= {t for t in self.size if t not in pulled and self.now >= self.alone_since[t] + 60.0}
+        before = set(self.size)
         self.perform(self.box.tick(self.now))
+        assert before - set(self.size) == due
 
     @invariant()
     def agrees(self) -> None:
@@ -378,6 +423,7 @@ class OutboxMachine(RuleBasedStateMachine):
         assert len({ticket for ticket, _ in self.open.values()}) == len(self.open), "one Pull per ticket"
         for pull, (ticket, _) in self.open.items():
             assert self.announced[pull] == self.sealed[ticket]
+            assert (pull in self.token) == (ticket in self.has_first)
             owed = self.wanted[pull] & self.announced[pull] - self.started[pull]
             assert not owed or len(self.flying[pull]) == WINDOW, "the window has room and nothing flows"
 
@@ -388,4 +434,4 @@ class OutboxMachine(RuleBasedStateMachine):
 
 
 TestOutboxMachine = OutboxMachine.TestCase
-TestOutboxMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestOutboxMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -333,7 +333,7 @@ async def test_bytes_that_are_not_what_was_announced_fail_the_pull(lie: str, fre
     near = PullSide(Puller(16, 32))
     async with liar(owner, free_port, LIES[lie]):
         pull = near.start(ticket, PLACED)
-        await until(lambda: pull in near.puller.drained)
+        await until(lambda: pull in near.puller.drained, seconds=2.0)  # before its silence would end it
         assert near.puller.failed[pull] is Reason.COPY_FAILED
         assert near.puller.pool.available == 16
         await near.clients.close()
