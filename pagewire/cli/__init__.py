@@ -66,7 +66,9 @@ def up(
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences in one step.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Prompt tokens in one step.")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Where converted models are kept.")] = None,
-    grace: Annotated[float, typer.Option(min=0, max=3600, help="Seconds that running requests have at the end.")] = 30.0,
+    grace: Annotated[
+        float, typer.Option(min=0, max=3600, help="Seconds that requests have to finish at the end.")
+    ] = 30.0,
     demo: Annotated[
         str | None, typer.Option(metavar="PROMPT", help="Answer this prompt, print what it took, and stop.")
     ] = None,
