@@ -7,11 +7,11 @@ never raises for what a peer says: late, unknown and repeated messages are count
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from decode_service.job import Job, JobKey
+from decode_service.job import Job
 from decode_service.refusal import refusal
 from decode_service.scheduler import UNBOUND, DecodeScheduler, Slot
 from engine.batch import Batch, StepOutput
@@ -41,10 +41,9 @@ from engine.prefix_cache import block_digest, chain, root_digest
 from engine.stopping import finish_of
 from kvtransfer.actions import Action, Adopted, Announced, Drained, Landed, PullFailed, Ready, ToRouter
 from kvtransfer.inbox import PROGRESS_SECONDS, Inbox
+from kvtransfer.jobs import JobKey, Tombstones
 from kvtransfer.ticket import layout_digest
 
-TOMBSTONE_TTL = 120.0
-MAX_TOMBSTONES = 4096
 LOCAL = "local"
 
 
@@ -60,6 +59,7 @@ class Decoder:
         config: EngineConfig,
         pool: BlockPool,
         *,
+        vocab_size: int,
         eos_token_ids: Collection[int],
         transport: str = "grpc",
         max_waiting: int = 256,
@@ -75,6 +75,7 @@ class Decoder:
         self.scheduler = DecodeScheduler(pool, layout.block_size, config.max_num_seqs, max_waiting, headroom)
         self.inbox = Inbox(layout_digest(layout), progress_seconds=progress_seconds)
         self._node = node
+        self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
         self._transport = transport
         self._jobs: dict[JobKey, Job] = {}
@@ -83,7 +84,7 @@ class Decoder:
         self._in_flight: list[Job] | None = None
         self._free_after_step: list[int] = []
         self._draining_blocks: dict[int, list[int]] = {}  # pull -> blocks that its copies may still write into
-        self._tombstones: OrderedDict[JobKey, float] = OrderedDict()  # jobs that are over -> when to forget that
+        self._tombstones = Tombstones()
         self._last_slot = 0
         self._pulled_blocks = 0
         self._steps = 0
@@ -145,7 +146,7 @@ class Decoder:
             return []
         if self.draining:
             return [ToRouter(session, Refused(start.key, Reason.DRAINING))]
-        if refused := refusal(start, self.scheduler, self.config, self._step_seconds):
+        if refused := refusal(start, self.scheduler, self.config.max_model_len, self._vocab_size, self._step_seconds):
             return [ToRouter(session, refused)]
         job = self._job(session, start, now)
         transport = LOCAL if job.slot.lent else self._transport
@@ -378,7 +379,7 @@ class Decoder:
     def _cancel(self, key: JobKey, now: float) -> list[Action]:
         if (job := self._jobs.get(key)) is None:
             self.ignored["unknown_cancel"] += 1
-            self._bury(key, now)  # a start that arrives late must not begin
+            self._tombstones.add(key, now)  # a start that arrives late must not begin
             return []
         return self._end(job, now) + self._settle(now)
 
@@ -392,7 +393,7 @@ class Decoder:
         """The job is over. Its blocks go back when neither a copy nor the step in flight can write into them."""
         job.over = True
         del self._jobs[job.key], self._by_slot[job.slot.id]
-        self._bury(job.key, now)
+        self._tombstones.add(job.key, now)
         self.scheduler.remove(job.slot)
         held, blocks = job.slot.held, job.slot.hand_over()
         if job.pull is not None:
@@ -404,12 +405,6 @@ class Decoder:
             self._free_after_step += blocks
         else:
             self.pool.give(blocks)
-
-    def _bury(self, key: JobKey, now: float) -> None:
-        self._tombstones[key] = now + TOMBSTONE_TTL
-        self._tombstones.move_to_end(key)
-        while len(self._tombstones) > MAX_TOMBSTONES:
-            self._tombstones.popitem(last=False)
 
     # ---- time -----------------------------------------------------------------------------------------------------
 
@@ -425,8 +420,7 @@ class Decoder:
             for job in list(self._jobs.values()):
                 actions.append(_failed(job, Reason.DRAINING, resumable=True))
                 actions += self._end(job, now)
-        while self._tombstones and next(iter(self._tombstones.values())) <= now:
-            self._tombstones.popitem(last=False)
+        self._tombstones.expire(now)
         actions += self._settle(now)
         load = self.load()
         return actions + [self._load_for(s) for s in self.sessions if self._sent_load.get(s) != load]

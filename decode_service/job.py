@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 from decode_service.scheduler import Slot
 from engine.batch import Row, SampleInput
-from engine.messages import DecodeStart, FirstToken, RequestKey, StageTimes
+from engine.messages import DecodeStart, FirstToken, StageTimes
 from engine.types import Token
-
-JobKey = tuple[int, RequestKey]  # a worker's key for a job: the session is part of it
+from kvtransfer.jobs import JobKey
 
 
 @dataclass(slots=True, eq=False)

@@ -7,8 +7,8 @@ here holds nothing, and its ticket stays good for another worker.
 from __future__ import annotations
 
 from decode_service.scheduler import DecodeScheduler
-from engine.config import EngineConfig
 from engine.messages import DecodeStart, Reason, Refused
+from kvtransfer.jobs import invalid_start
 from kvtransfer.ticket import fault
 
 MAX_RETRY_AFTER = 30.0  # seconds
@@ -16,10 +16,10 @@ STEPS_PER_PLACE = 20  # about how many steps pass until the queue moves
 
 
 def refusal(
-    start: DecodeStart, scheduler: DecodeScheduler, config: EngineConfig, step_seconds: float
+    start: DecodeStart, scheduler: DecodeScheduler, max_model_len: int, vocab_size: int, step_seconds: float
 ) -> Refused | None:
     """Why this start cannot be served, now (QUEUE_FULL) or ever."""
-    if facts := _invalid(start, scheduler.block_size, config.max_model_len):
+    if facts := invalid_start(start, max_model_len, vocab_size) or _invalid(start, scheduler.block_size):
         return Refused(start.key, Reason.INVALID_FIELD, facts=facts)
     tokens, total = len(start.token_ids), scheduler.pool.num_blocks
     if (needed := scheduler.blocks_for(tokens + 1)) > total:
@@ -33,20 +33,13 @@ def refusal(
     return None
 
 
-def _invalid(start: DecodeStart, block_size: int, max_model_len: int) -> dict[str, str]:
-    """The facts of an invalid field; empty when all are in order."""
-    tokens, params = len(start.token_ids), start.params
-    if params.seed is None or params.max_tokens is None:
-        return _text(field="seed" if params.seed is None else "max_tokens", sentence="it must be set")
-    if not 0 <= start.emitted < tokens:
-        return _text(field="emitted", sentence=f"it must be in [0, {tokens - 1}], got {start.emitted}")
-    if start.emitted + 1 >= params.max_tokens:
-        sentence = f"{params.max_tokens} leave nothing to do here after {start.emitted} and the prefill's one"
-        return _text(field="max_tokens", sentence=sentence)
-    if tokens >= max_model_len:  # one place is left for the token that is sampled
-        return _text(field="token_ids", tokens=tokens, limit=max_model_len, largest=max_model_len - 1)
-    wrong = fault(start.ticket, tokens, block_size)
-    return {} if wrong is None else _text(field="ticket", sentence=wrong)
+def _invalid(start: DecodeStart, block_size: int) -> dict[str, str]:
+    """What only a decode worker demands."""
+    if start.params.max_tokens is not None and start.emitted + 1 >= start.params.max_tokens:
+        sentence = f"{start.params.max_tokens} leave nothing to do after {start.emitted} and the prefill's one"
+        return {"field": "max_tokens", "sentence": sentence}
+    wrong = fault(start.ticket, len(start.token_ids), block_size)
+    return {} if wrong is None else {"field": "ticket", "sentence": wrong}
 
 
 def _text(**facts: int | float | str) -> dict[str, str]:

@@ -49,6 +49,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
             engine.layout,
             engine.config,
             BlockPool(engine.config.num_blocks),
+            vocab_size=engine.runner.vocab_size,
             eos_token_ids=engine.runner.eos_token_ids,
         )
         self._driver = Driver(core, engine.runner.step, self._device)

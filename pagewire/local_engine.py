@@ -68,13 +68,14 @@ class LocalEngine:
         self._produced: list[Produced] = []
         self._last_id = 0
         node, layout, eos = Node("local", 1, "in-process:0"), runner.cache.layout, runner.eos_token_ids
+        self._decoder = Decoder(
+            node, layout, config, self.pool, vocab_size=runner.vocab_size, eos_token_ids=eos,
+            max_waiting=NO_LIMIT, headroom=headroom,
+        )  # fmt: skip
         self._prefiller = Prefiller(
             node, layout, config, self.pool, vocab_size=runner.vocab_size, eos_token_ids=eos, rng=self._rng,
-            digests=False, max_waiting=NO_LIMIT,
+            digests=False, max_waiting=NO_LIMIT, promises=self._decoder,
         )  # fmt: skip
-        self._decoder = Decoder(
-            node, layout, config, self.pool, eos_token_ids=eos, max_waiting=NO_LIMIT, headroom=headroom
-        )
         self._pair = LocalPair(self._prefiller, self._decoder)
         now = time.monotonic()
         self._prefiller.attach(SESSION, RouterHello("local", 1, 1), now)
@@ -138,8 +139,7 @@ class LocalEngine:
     def step(self) -> list[Produced]:
         """Runs one batch, of prompt chunks and of one token for each running request; returns what it produced."""
         now = time.monotonic()
-        self._share_promises()
-        self._carry(self._prefiller.tick(now), now)
+        self._carry(self._prefiller.tick(now), now)  # prompts that wait look at the pool again
         prompts, running = self._prefiller.next_batch(now), self._decoder.next_batch(now)
         if prompts is not None or running is not None:
             self._on_step(prompts, running, self._runner.step(self._join(prompts, running)))
@@ -147,10 +147,6 @@ class LocalEngine:
             assert not self._requests or self._produced, f"nothing can run: {self._decoder.load()}"
         produced, self._produced = self._produced, []
         return produced
-
-    def _share_promises(self) -> None:
-        """Prefill keeps to the decode stage's promises, and looks again whenever they change."""
-        self._prefiller.promised, self._prefiller.stalled = self._decoder.promised, self._decoder.stalled
 
     def _join(self, prompts: Any, running: Any) -> Any:
         """One batch of both; the prompts' slots come after those of the running requests."""
@@ -172,7 +168,6 @@ class LocalEngine:
             )
             self._carry(self._decoder.on_step(mine, now), now)
         if prompts is not None:
-            self._share_promises()
             rest = replace(output, tokens=output.tokens[split:], prompt_logprobs=output.prompt_logprobs[split:])
             self._carry(self._prefiller.on_step(rest, now), now)
 

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from engine.batch import Batch, StepOutput
 from engine.blocks import BlockPool, BlockTable, num_blocks_for
@@ -57,9 +58,21 @@ class Lease:
     ticket: int
 
 
+class Promises(Protocol):
+    """What a decode stage on the same pool says of it."""
+
+    @property
+    def promised(self) -> int:
+        """Available blocks that are spoken for."""
+
+    @property
+    def stalled(self) -> bool:
+        """A running sequence waits for a block: nothing is admitted."""
+
+
 class Prefiller:
-    """`pool` may be shared with a decode stage in the same process (the local transport); then that stage keeps
-    `promised` and `stalled` up to date, and prefill admits nothing that would break its promises.
+    """`pool` may be shared with a decode stage in the same process (the local transport). Prefill then admits nothing
+    that would break that stage's `promises`, which are read anew at each admission; without one they are set by hand.
     """
 
     def __init__(
@@ -75,12 +88,14 @@ class Prefiller:
         digests: bool = True,
         max_waiting: int = 256,
         ticket_ttl: float = TICKET_TTL,
+        promises: Promises | None = None,
     ) -> None:
         self.layout = layout
         self.config = config
         self.pool = pool
         self.promised = 0
         self.stalled = False
+        self._promises = promises
         self.draining = False
         self.ignored: Counter[str] = Counter()
         self.sessions: dict[int, RouterHello] = {}
@@ -195,6 +210,8 @@ class Prefiller:
     def _admit(self, now: float) -> list[Action]:
         """Accepts waiting jobs, oldest first, while their whole prompts fit."""
         actions: list[Action] = []
+        if self._promises is not None:
+            self.promised, self.stalled = self._promises.promised, self._promises.stalled
         while not self.stalled and (filling := self.scheduler.admit(mint(self._rng, self._tables), now, self.promised)):
             job, table = filling.job, filling.table
             ticket = Ticket(

@@ -165,7 +165,7 @@ class World:
         config = EngineConfig(num_blocks=blocks, max_num_seqs=max_num_seqs)
         self.core = Decoder(
             NODE, self.runner.layout, config, self.pool,
-            eos_token_ids=eos, headroom=headroom, max_waiting=max_waiting,
+            vocab_size=VOCAB, eos_token_ids=eos, headroom=headroom, max_waiting=max_waiting,
         )  # fmt: skip
         self.now = 100.0
         self.links: dict[int, Link] = {}

@@ -211,7 +211,8 @@ class DecodeProcess(WorkerProcess):
     def make_core(self) -> None:
         self.pulls: dict[int, _PullerPull] = {}
         self.core = self.decoder = Decoder(
-            self.node, self.runner.layout, self.config, self.pool, eos_token_ids=EOS,
+            self.node, self.runner.layout, self.config, self.pool,
+            vocab_size=self.runner.vocab_size, eos_token_ids=EOS,
             headroom=self.world.tuning.headroom, progress_seconds=self.world.tuning.progress_seconds,
         )  # fmt: skip
 
