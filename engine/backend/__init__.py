@@ -34,7 +34,7 @@ class DecodeGroup:
     first: int
     last: int
     gather: Tensor  # [layers, 2, rows, kv_heads, blocks]; short tables repeat a block of their own
-    mask: Tensor  # [rows, positions] float32, 0 or -inf
+    mask: Tensor  # [rows, 1, 1, positions] of the cache's dtype, 0 or -inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,10 @@ from engine.kv_cache import KVCache
 
 # A decode group may pad its tables to at most this multiple of the blocks that its sequences really have.
 _PADDING = 1.25
+# MKL copies the whole weight before a product with 4 to 15 rows, unless the product is narrow. Cut into slabs of
+# columns, which are views, a product runs up to 2.4 times as fast (8 rows, [576, 49152]: 37.6 -> 15.6 ms).
+_SLAB_ROWS = range(4, 16)
+_SLAB_WIDTHS = (96, 64, 128, 192, 160, 80)
 
 
 class CPUBackend:
@@ -56,20 +60,23 @@ class CPUBackend:
         return F.embedding(token_ids, table)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, eps)
+        wide = x.float()
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        return (wide * scale).to(x.dtype).mul_(weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, row_tile: int | None) -> Tensor:
         if row_tile is None:
-            return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
-        rows = x.shape[0]
-        padded = F.pad(x, (0, 0, 0, -rows % row_tile))
-        out = torch.cat([torch.mm(tile, weight) for tile in padded.split(row_tile)])[:rows]
+            out = _product(x, weight)
+        else:
+            rows = x.shape[0]
+            padded = F.pad(x, (0, 0, 0, -rows % row_tile))
+            out = torch.cat([_product(tile, weight) for tile in padded.split(row_tile)])[:rows]
         return out if bias is None else out.add_(bias)
 
     def add_linear(
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, row_tile: int | None
     ) -> Tensor:
-        if row_tile is None and bias is None:
+        if row_tile is None and bias is None and x.shape[0] not in _SLAB_ROWS:
             return residual.addmm_(x, weight)
         return residual.add_(self.linear(x, weight, bias, row_tile))
 
@@ -96,6 +103,20 @@ class CPUBackend:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+
+# ---- products -----------------------------------------------------------------------------------------------------
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """[n, K] @ [K, M]. The slabs need each output's weights to lie side by side, as Hugging Face stores them."""
+    rows, (inner, columns) = x.shape[0], weight.shape
+    width = next((width for width in _SLAB_WIDTHS if columns % width == 0), 0)
+    if rows not in _SLAB_ROWS or not width or weight.stride() != (1, inner):
+        return torch.mm(x, weight)
+    slabs = columns // width
+    cut = weight.as_strided((slabs, inner, width), (width * inner, 1, inner))
+    return torch.bmm(x.expand(slabs, rows, inner), cut).transpose(0, 1).reshape(rows, columns)
 
 
 # ---- index tensors of a step --------------------------------------------------------------------------------------
@@ -168,8 +189,8 @@ def _decode_group(
     tables = [list(span.blocks[:blocks]) + [span.blocks[0]] * (blocks - len(span.blocks)) for span in spans]
     positions = torch.tensor([span.start for span in spans])
     visible = _visible(positions, blocks * cache.layout.block_size, config.sliding_window)
-    mask = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
-    return DecodeGroup(first, first + len(spans), _gather(torch.tensor(tables), cache), mask)
+    mask = torch.zeros(visible.shape, dtype=cache.data.dtype).masked_fill_(~visible, float("-inf"))
+    return DecodeGroup(first, first + len(spans), _gather(torch.tensor(tables), cache), mask[:, None, None])
 
 
 # ---- attention ----------------------------------------------------------------------------------------------------
@@ -179,10 +200,9 @@ def _decode(q: Tensor, tiles: Tensor, layer: int, group: DecodeGroup, head_dim: 
     """q [D, heads, head_dim] -> [D, heads * head_dim]; the heads that share a KV head are its query rows."""
     index = group.gather[layer]
     rows, kv_heads = index.shape[1:3]
-    kv = tiles[index.flatten()].view(2, rows, kv_heads, -1, head_dim)
+    kv = tiles.index_select(0, index.flatten()).view(2, rows, kv_heads, -1, head_dim)
     q = q.reshape(rows, kv_heads, -1, head_dim)
-    mask = group.mask.to(q.dtype)[:, None, None, :]
-    out = F.scaled_dot_product_attention(q, kv[0], kv[1], attn_mask=mask)
+    out = F.scaled_dot_product_attention(q, kv[0], kv[1], attn_mask=group.mask)
     return out.reshape(rows, -1)
 
 
@@ -190,7 +210,7 @@ def _chunk_attention(q: Tensor, tiles: Tensor, layer: int, chunk: Chunk, head_di
     """q [n, heads, head_dim] -> [n, heads * head_dim]."""
     index = chunk.gather[layer]
     end = chunk.start + q.shape[0]
-    kv = tiles[index.flatten()].view(2, 1, index.shape[1], -1, head_dim)[:, :, :, :end]
+    kv = tiles.index_select(0, index.flatten()).view(2, 1, index.shape[1], -1, head_dim)[:, :, :, :end]
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         kv[0],
@@ -204,18 +224,20 @@ def _chunk_attention(q: Tensor, tiles: Tensor, layer: int, chunk: Chunk, head_di
 
 def _decode_in_order(q: Tensor, tiles: Tensor, layer: int, group: DecodeGroup, head_dim: int) -> Tensor:
     rows, kv_heads = group.gather.shape[2:4]
-    kv = tiles[group.gather[layer].flatten()].view(2, rows, kv_heads, group.gather.shape[4], -1, head_dim)
+    kv = tiles.index_select(0, group.gather[layer].flatten()).view(
+        2, rows, kv_heads, group.gather.shape[4], -1, head_dim
+    )
     return _in_block_order(q.reshape(rows, kv_heads, -1, head_dim), kv, group.mask)
 
 
 def _chunk_in_order(q: Tensor, tiles: Tensor, layer: int, chunk: Chunk, head_dim: int) -> Tensor:
     count, kv_heads, blocks = q.shape[0], chunk.gather.shape[2], chunk.gather.shape[3]
-    kv = tiles[chunk.gather[layer].flatten()].view(2, 1, kv_heads, blocks, -1, head_dim)
+    kv = tiles.index_select(0, chunk.gather[layer].flatten()).view(2, 1, kv_heads, blocks, -1, head_dim)
     keys = blocks * kv.shape[4]
     end = chunk.start + count
     visible = _visible(torch.arange(chunk.start, end), end, None) if chunk.mask is None else chunk.mask
-    mask = torch.full((count, keys), float("-inf"))
-    mask[:, :end].masked_fill_(visible, 0.0)
+    mask = torch.full((count, 1, 1, keys), float("-inf"))
+    mask[:, 0, 0, :end].masked_fill_(visible, 0.0)
     kv = kv.expand(2, count, -1, -1, -1, -1)
     return _in_block_order(q.reshape(count, kv_heads, -1, head_dim), kv, mask)
 
@@ -223,7 +245,7 @@ def _chunk_in_order(q: Tensor, tiles: Tensor, layer: int, chunk: Chunk, head_dim
 def _in_block_order(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
     """Every query alone, one KV block after the other, with an online softmax in float32.
 
-    q [n, kv_heads, group, head_dim], kv [2, n, kv_heads, blocks, block_size, head_dim], mask [n, blocks * block_size].
+    q [n, kv_heads, group, head_dim], kv [2, n, kv_heads, blocks, block_size, head_dim], mask [n, 1, 1, blocks * block_size].
     A block that a query does not see leaves its bits as they are, so padding and later tokens change nothing.
     """
     count, kv_heads, group, head_dim = q.shape
@@ -234,7 +256,7 @@ def _in_block_order(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
     out = torch.zeros(count, kv_heads, group, head_dim)
     for block in range(kv.shape[3]):
         k, v = kv[:, :, :, block].float().unbind(0)
-        seen = mask[:, None, None, block * size : (block + 1) * size]
+        seen = mask[..., block * size : (block + 1) * size]
         scores = (scaled @ k.transpose(-1, -2)).add_(seen)
         top = torch.maximum(best, scores.amax(-1, keepdim=True))
         floor = top.clamp_min(torch.finfo(torch.float32).min)  # a query that has seen nothing yet: no NaN

@@ -1,7 +1,7 @@
 """The Llama family: Llama 2 and 3, SmolLM2, Mistral. Owns the weights and the order of operations, nothing else.
 
-Weights come under their Hugging Face names and are kept as [in, out], with Q, K and V in one matrix and gate and up
-in another. The rows of Q and K are reordered so that a rotary pair is adjacent, (x0, x1), (x2, x3), ...: products of
+Weights come under their Hugging Face names, which are [out, in], and are used as [in, out] views of that memory, so
+that what is not fused stays mapped from its file. Q, K and V are one matrix, gate and up another. The rows of Q and K are reordered so that a rotary pair is adjacent, (x0, x1), (x2, x3), ...: products of
 Q and K do not change by it, and a rotation is one complex multiplication.
 """
 
@@ -99,26 +99,16 @@ def _layer(config: ModelConfig, take: Take, prefix: str) -> LlamaLayer:
     biased, mlp_biased = config.attention_bias, config.mlp_bias
     return LlamaLayer(
         attention_norm=take(f"{prefix}.input_layernorm.weight", hidden),
-        qkv=_in_out(attention("weight", hidden)),
+        qkv=torch.cat(attention("weight", hidden)).t(),
         qkv_bias=torch.cat(attention("bias")) if biased else None,
-        out=_in_out([take(f"{prefix}.self_attn.o_proj.weight", hidden, q)]),
+        out=take(f"{prefix}.self_attn.o_proj.weight", hidden, q).t(),
         out_bias=take(f"{prefix}.self_attn.o_proj.bias", hidden) if biased else None,
         mlp_norm=take(f"{prefix}.post_attention_layernorm.weight", hidden),
-        gate_up=_in_out(mlp("weight", hidden)),
+        gate_up=torch.cat(mlp("weight", hidden)).t(),
         gate_up_bias=torch.cat(mlp("bias")) if mlp_biased else None,
-        down=_in_out([take(f"{prefix}.mlp.down_proj.weight", hidden, inner)]),
+        down=take(f"{prefix}.mlp.down_proj.weight", hidden, inner).t(),
         down_bias=take(f"{prefix}.mlp.down_proj.bias", hidden) if mlp_biased else None,
     )
-
-
-def _in_out(parts: list[Tensor]) -> Tensor:
-    """[out, in] each -> one contiguous [in, sum of out]."""
-    weight = parts[0].new_empty(parts[0].shape[1], sum(part.shape[0] for part in parts))
-    first = 0
-    for part in parts:
-        weight[:, first : first + part.shape[0]] = part.t()
-        first += part.shape[0]
-    return weight
 
 
 def _pairs_adjacent(weight: Tensor, head_dim: int) -> Tensor:
