@@ -245,24 +245,27 @@ def _chunk_in_order(q: Tensor, tiles: Tensor, layer: int, chunk: Chunk, head_dim
 def _in_block_order(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
     """Every query alone, one KV block after the other, with an online softmax in float32.
 
-    q [n, kv_heads, group, head_dim], kv [2, n, kv_heads, blocks, block_size, head_dim], mask [n, 1, 1, blocks * block_size].
-    A block that a query does not see leaves its bits as they are, so padding and later tokens change nothing.
+    q [n, kv_heads, group, head_dim], kv [2, n, kv_heads, blocks, block_size, head_dim] and mask
+    [n, 1, 1, blocks * block_size]. Every product is [group, head_dim] x [head_dim, block_size] or the like, with
+    operands laid out the same for chunks and decode rows: then it has the same bits. A block that a query does not
+    see leaves its sums as they are, so padding and later tokens change nothing.
     """
     count, kv_heads, group, head_dim = q.shape
     size = kv.shape[4]
-    scaled = q.float() * head_dim**-0.5
-    best = torch.full((count, kv_heads, group, 1), float("-inf"))
-    total = torch.zeros(count, kv_heads, group, 1)
-    out = torch.zeros(count, kv_heads, group, head_dim)
+    scaled = (q.float() * head_dim**-0.5).view(-1, group, head_dim)
+    best = torch.full((count * kv_heads, group, 1), float("-inf"))
+    total = torch.zeros(count * kv_heads, group, 1)
+    out = torch.zeros(count * kv_heads, group, head_dim)
     for block in range(kv.shape[3]):
-        k, v = kv[:, :, :, block].float().unbind(0)
+        k, v = kv[:, :, :, block].float().reshape(2, -1, size, head_dim).unbind(0)
         seen = mask[..., block * size : (block + 1) * size]
-        scores = (scaled @ k.transpose(-1, -2)).add_(seen)
+        scores = torch.bmm(scaled, k.transpose(1, 2)).view(count, kv_heads, group, size).add_(seen)
+        scores = scores.view(-1, group, size)
         top = torch.maximum(best, scores.amax(-1, keepdim=True))
         floor = top.clamp_min(torch.finfo(torch.float32).min)  # a query that has seen nothing yet: no NaN
         weights = torch.exp(scores - floor)
         decay = torch.exp(best - floor)
         total = total * decay + weights.sum(-1, keepdim=True)
-        out = out * decay + weights @ v
+        out = out * decay + torch.bmm(weights, v)
         best = top
-    return (out / total).reshape(count, -1).to(q.dtype)
+    return (out / total).view(count, -1).to(q.dtype)

@@ -1,8 +1,9 @@
 """The Llama family: Llama 2 and 3, SmolLM2, Mistral. Owns the weights and the order of operations, nothing else.
 
-Weights come under their Hugging Face names, which are [out, in], and are used as [in, out] views of that memory, so
-that what is not fused stays mapped from its file. Q, K and V are one matrix, gate and up another. The rows of Q and K are reordered so that a rotary pair is adjacent, (x0, x1), (x2, x3), ...: products of
-Q and K do not change by it, and a rotation is one complex multiplication.
+Weights come under their Hugging Face names as [out, in] and are used as [in, out] views of that memory, so that what
+is not fused stays mapped from its file. Q, K and V are one matrix, gate and up another. The rows of Q and K are
+reordered so that a rotary pair is adjacent, (x0, x1), (x2, x3), ...: products of Q and K do not change by it, and a
+rotation is one complex multiplication.
 """
 
 from __future__ import annotations
