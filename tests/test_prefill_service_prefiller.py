@@ -254,7 +254,8 @@ def test_a_resumed_request_continues_at_the_next_index() -> None:
     tokens = fake_tokens(prompt(20), 4)
     worker.start(1, prompt(20) + tokens[:3], emitted=3)
     worker.run()
-    assert worker.first(1).token[:2] == (3, tokens[3])
+    token = worker.first(1).token
+    assert (token.index, token.token_id) == (3, tokens[3])
 
 
 def test_an_end_token_at_index_0_ends_the_request_and_an_open_pull_still_gets_it() -> None:

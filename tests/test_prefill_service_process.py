@@ -80,7 +80,8 @@ async def test_a_prompt_gets_its_ticket_and_every_token_that_a_fresh_prefill_wou
         resumed = [*PROMPT, *tokens[:k]]
         p.outbound.put(PrefillStart(RequestKey(100 + k, 1), resumed, k, PARAMS, 60.0, 0.0))
         await until(lambda k=k: bool(p.of(FirstToken, 100 + k)))  # type: ignore[misc]
-        assert p.of(FirstToken, 100 + k)[0].token[:2] == (k, tokens[k])
+        token = p.of(FirstToken, 100 + k)[0].token
+        assert (token.index, token.token_id) == (k, tokens[k])
         p.outbound.put(Cancel(RequestKey(100 + k, 1)))
     assert p.of(PrefillAccepted, 101)[0].cached_tokens == 96
     await p.end()
