@@ -95,7 +95,6 @@ def _parser() -> _Parser:
     add("--served-model-name", action="append", help="what clients call it (repeat, or separate by commas)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=_whole(0, 65535), default=50051, help="gRPC port; 0 lets the system choose (%(default)s)")
-    add("--http-port", type=_whole(0, 65535), default=8000, help="reserved for the HTTP door (default: %(default)s)")
     add("--prefill", action="append", metavar="HOST:PORT", help="prefill workers (repeat, or separate by commas)")
     add("--decode", action="append", metavar="HOST:PORT", help="decode workers; a name stands for all its addresses")
     add("--max-concurrent-requests", type=_whole(1, 65536), default=core.max_concurrent_requests)

@@ -32,7 +32,6 @@ class Role:
     name: str  # "prefill", "decode"
     service: str  # full gRPC name, which is also the health name that means ready
     port: int
-    http_port: int
     max_num_seqs: int
     max_num_batched_tokens: int
 
@@ -47,7 +46,6 @@ class WorkerOptions:
     cache_dir: Path | None
     host: str
     port: int
-    http_port: int
     advertise: str | None
     block_size: int
     kv_memory: int  # bytes
@@ -93,7 +91,6 @@ def parse(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> Worker
         cache_dir=args.cache_dir,
         host=args.host,
         port=args.port,
-        http_port=args.http_port,
         advertise=args.advertise,
         block_size=args.block_size,
         kv_memory=args.kv_memory,
@@ -117,7 +114,6 @@ def _parser(role: Role) -> _Parser:
     add("--cache-dir", type=Path, help="where converted models are kept (default: ~/.cache/pagewire/models)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=_port, default=role.port, help="gRPC port; 0 lets the system choose (default: %(default)s)")
-    add("--http-port", type=_port, default=role.http_port, help="reserved for metrics (default: %(default)s)")
     add("--advertise", metavar="HOST:PORT", help="where other workers reach this one (default: host and port)")
     add("--name", help="stable name in logs (default: role and port)")
     add("--block-size", type=int, choices=(16, 32, 64, 128), default=16, help="tokens per KV block (%(default)s)")
