@@ -113,11 +113,15 @@ class Dispatcher:
         if worker is None:
             return []
         carried = [self.flows[request] for request in worker.jobs]
+        incarnation = worker.hello.node.incarnation
+        aboard = len(carried)
+        if role is Role.PREFILL:
+            aboard += sum(flow.owner_lost(address, incarnation) for flow in self.flows.values())
         lost: list[tuple[Flow, list[FlowAction]]] = []
         for flow in carried:  # all first, so that nobody is placed by a half-told story
             self._held.pop((flow.request, role), None)
-            incarnation = worker.hello.node.incarnation
-            lost.append((flow, flow.worker_lost(address, role, incarnation, len(carried) == 1, now)))
+            told = flow.worker_lost(address, role, incarnation, now, alone=aboard == 1, heard_at=worker.heard_at)
+            lost.append((flow, told))
         return [action for flow, told in lost for action in self._settle(flow, told, now)]
 
     def on_event(self, address: str, role: Role, event: PrefillEvent | DecodeEvent, now: float) -> list[Action]:
@@ -125,6 +129,7 @@ class Dispatcher:
         if worker is None:
             self.ignored[type(event).__name__] += 1
             return []
+        worker.heard_at = now
         match event:
             case StepBatch():
                 return self._step(address, event, now)

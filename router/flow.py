@@ -62,6 +62,7 @@ class LegState(enum.Enum):
 class Leg:
     address: str
     key: RequestKey
+    placed_at: float
     state: LegState = LegState.STARTED
 
 
@@ -89,6 +90,7 @@ class Flow:
         self.refusals: dict[tuple[Role, str], Reason] = {}
         self.deaths: set[tuple[str, int]] = set()  # (address, incarnation) of workers that went with this on board
         self.failed_copies = 0
+        self.failed_from: Counter[str] = Counter()  # those of them by the prefill worker that owned the blocks
         self.credit = Window(config.credit_window, len(self.log))
         self.ended = False
         self.ignored: Counter[str] = Counter()
@@ -125,7 +127,7 @@ class Flow:
         self.placement = 0
         self.base = len(self.log)
         key = RequestKey(self.request, self.attempt)
-        self.legs[Role.PREFILL] = Leg(address, key)
+        self.legs[Role.PREFILL] = Leg(address, key, now)
         self.wants = None
         if self._started_at is None:
             self._started_at = now
@@ -141,7 +143,7 @@ class Flow:
         assert self.wants is Role.DECODE and self.ticket is not None, f"request {self.request} has nothing to decode"
         self.placement += 1
         key = RequestKey(self.request, self.attempt, self.placement)
-        self.legs[Role.DECODE] = Leg(address, key)
+        self.legs[Role.DECODE] = Leg(address, key, now)
         self.wants = None
         start = DecodeStart(
             key=key, ticket=self.ticket, token_ids=self.token_ids, emitted=self.base, params=self.params,
@@ -233,19 +235,22 @@ class Flow:
             return self._copy_failed(address, event.reason, now)
         return self._next_attempt(now)
 
-    def worker_lost(self, address: str, role: Role, incarnation: int, alone: bool, now: float) -> list[FlowAction]:
+    def worker_lost(
+        self, address: str, role: Role, incarnation: int, now: float, *, alone: bool, heard_at: float
+    ) -> list[FlowAction]:
         """The session to a worker that holds a leg is gone, and all that it did for this request with it.
 
-        `alone`: the worker ran nothing else of this router. A session that comes back with the same incarnation
-        was no death (`worker_returned`).
+        `alone`: the worker ran nothing else of this router. `heard_at`: its last word; if that came before this
+        request was placed there, the worker may have been dead already. A session that comes back with the same
+        incarnation was no death (`worker_returned`).
         """
         leg = self.legs.get(role)
         if self.ended or leg is None or leg.address != address:
             return []
-        was_suspect = self.suspicion > 0
+        guilty = alone and self.suspicion > 0 and heard_at > leg.placed_at
         self.deaths.add((address, incarnation))
         del self.legs[role]
-        if was_suspect and alone:
+        if guilty:
             sentence = f"{len(self.deaths)} workers went down while they ran this request, the last one ran only it"
             facts = {"deaths": str(len(self.deaths)), "resumable": "false"}
             return self._fail(now, "UNAVAILABLE", sentence, facts)
@@ -258,6 +263,17 @@ class Flow:
 
     def worker_returned(self, address: str, incarnation: int) -> None:
         self.deaths.discard((address, incarnation))
+
+    def owner_lost(self, address: str, incarnation: int) -> bool:
+        """A prefill worker is gone. Copies from it that failed before that was known make one death, no bad link.
+
+        True if so: this request was on board, although it has left.
+        """
+        copies = self.failed_from.pop(address, 0)
+        if copies:
+            self.failed_copies -= copies
+            self.deaths.add((address, incarnation))
+        return copies > 0
 
     # ---- what the client and the clock say ------------------------------------------------------------------
 
@@ -329,12 +345,15 @@ class Flow:
 
     def _copy_failed(self, decode: str, reason: Reason, now: float) -> list[FlowAction]:
         actions: list[FlowAction] = []
-        if (owner := self.legs.get(Role.PREFILL)) is not None:
+        owner = self.legs.get(Role.PREFILL)
+        if owner is not None:
             actions.append(LinkFailed(owner.address, decode))
             self.avoid[Role.PREFILL, owner.address] = now + self._backoff()  # it may be dead and not yet known to be
         # A later placement may find the ticket taken by the worker that died: that loss is counted already.
         if reason is Reason.COPY_FAILED or self.placement == 1:
             self.failed_copies += 1
+            if owner is not None:
+                self.failed_from[owner.address] += 1
         return actions + self._next_attempt(now)
 
     def _next_attempt(self, now: float) -> list[FlowAction]:

@@ -8,6 +8,7 @@ never chooses between eligible workers (policy.py does) and never talks to one.
 from __future__ import annotations
 
 import enum
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ class Worker:
     number: int = 0  # counts ups: a smaller one has been here longer
     load: WorkerLoad = WorkerLoad()
     reported: bool = False  # whether `load` is the worker's own
+    heard_at: float = -math.inf  # its last event
     draining: bool = False
     mismatch: str = ""  # why its layout keeps it unused
     jobs: dict[int, int] = field(default_factory=dict)

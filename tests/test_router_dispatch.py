@@ -421,6 +421,7 @@ def test_after_two_deaths_a_request_runs_where_nobody_else_is_and_fails_if_it_di
     assert suspect.command.key.request == bad
     innocent = world.submit()
     assert world.last(PrefillStart).address != suspect.address
+    world.do(world.core.on_event(suspect.address, Role.PREFILL, WorkerLoad(running=1), world.now + 0.01))
     world.down(suspect)
     assert [(end.request, end.outcome.code) for end in world.ends] == [(bad, "UNAVAILABLE")]
     assert "went down while they ran this request" in world.ends[0].outcome.sentence

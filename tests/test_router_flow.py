@@ -67,7 +67,7 @@ def test_prompt_logprobs_come_once_and_only_for_the_prompt() -> None:
     first = FirstToken(RequestKey(9, 1), Token(0, 5), prompt_logprobs=logprobs)
     (emit,) = each.first_token("p1", Role.PREFILL, first, 0.0)
     assert isinstance(emit, Emit) and len(emit.prompt_logprobs) == 3
-    each.worker_lost("p1", Role.PREFILL, 1, False, 0.0)
+    each.worker_lost("p1", Role.PREFILL, 1, 1.0, alone=False, heard_at=1.0)
     each.start_prefill("p2", 0.0)
     again = FirstToken(RequestKey(9, 2), Token(1, 6), prompt_logprobs=logprobs)
     (emit,) = each.first_token("p2", Role.PREFILL, again, 0.0)
@@ -104,7 +104,7 @@ def test_a_final_failure_has_a_status_and_cancels_the_other_leg(reason: Reason, 
 def test_a_stale_ticket_after_a_death_counts_once() -> None:
     each = accepted(flow())
     each.start_decode("d1", 0.0)
-    each.worker_lost("d1", Role.DECODE, 1, False, 0.0)
+    each.worker_lost("d1", Role.DECODE, 1, 1.0, alone=False, heard_at=1.0)
     each.start_decode("d2", 0.0)
     each.failed("d2", Role.DECODE, Failed(RequestKey(9, 1, 2), Reason.STALE_TICKET, True), 0.0)
     assert each.attempt == 1 and each.wants is Role.PREFILL
@@ -158,7 +158,7 @@ class Told:
             case ("failed", key, role, reason, resumable):
                 return each.failed(address, role, Failed(key, reason, resumable), now)
             case ("lost", role, incarnation):
-                return each.worker_lost(address, role, incarnation, False, now)
+                return each.worker_lost(address, role, incarnation, now, alone=False, heard_at=now)
             case ("consumed", index):
                 return each.consumed_to(index, now)
             case ("cancel",):

@@ -21,6 +21,7 @@ class Faults:
     def __init__(self, world: World) -> None:
         self.world = world
         self.rng = world.rng
+        self.calm = False  # nothing goes wrong by itself
         self.until = self.rng.choice((2.0, 6.0, 15.0))
         self.burst = self.rng.choice((0.05, 0.3, 1.0))  # requests arrive in this part of the faulty time
         self.done: Counter[str] = Counter()
@@ -30,6 +31,8 @@ class Faults:
         self.hung = self.rng.choice((0.0, 0.0, 0.02, 0.1))
 
     def plan(self) -> None:
+        if self.calm:
+            return
         kinds = [
             self.kill,
             self.kill,
@@ -50,7 +53,7 @@ class Faults:
 
     @property
     def active(self) -> bool:
-        return self.world.clock.now < self.until
+        return not self.calm and self.world.clock.now < self.until
 
     def bytes_of(self, data: bytes) -> bytes:
         if not self.active or self.rng.random() >= self.corrupt:
@@ -85,9 +88,12 @@ class Faults:
     def kill(self) -> None:
         worker = self._worker()
         if worker.alive:
-            self._note("kill", worker)
-            self.world.network.kill(worker)
-            self.world.clock.at(self.world.clock.now + self.rng.choice((0.01, 0.5, 3.0)), lambda: self._restart(worker))
+            self.crash(worker)
+
+    def crash(self, worker: WorkerProcess) -> None:
+        self._note("kill", worker)
+        self.world.network.kill(worker)
+        self.world.clock.at(self.world.clock.now + self.rng.choice((0.01, 0.5, 3.0)), lambda: self._restart(worker))
 
     def _restart(self, worker: WorkerProcess) -> None:
         if not worker.alive and not worker.forever_dead:

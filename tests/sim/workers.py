@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 VOCAB = 1000
+POISON = VOCAB - 1  # a prompt that begins with it takes down whoever decodes it, if the world has poison
 EOS = frozenset({7, 77, 777})
 
 
@@ -115,6 +116,9 @@ class WorkerProcess(Process):
             for block in row.blocks[row.start // BLOCK_SIZE :]:
                 if self.pool.refs(block) == 0:
                     raise Violation(f"{self.name}: a step writes into block {block}, which nobody holds")
+        if any(self.world.poisonous(row.sample.prompt) for row in batch.rows if row.sample is not None):
+            self.world.faults.crash(self)
+            return
         output = self.runner.step(batch)
         output.seconds = rest
         self.post(rest, lambda: self.step_over(output))

@@ -24,7 +24,7 @@ from router.dispatch import Dispatcher
 from tests.sim.faults import Faults
 from tests.sim.network import Clock, End, Network, Process, Stream
 from tests.sim.violation import Violation
-from tests.sim.workers import EOS, VOCAB, DecodeProcess, PrefillProcess, WorkerProcess
+from tests.sim.workers import EOS, POISON, VOCAB, DecodeProcess, PrefillProcess, WorkerProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,14 +238,21 @@ class RouterProcess(Process):
 
 
 class World:
-    def __init__(self, seed: int, *, lossy: bool = False, trace: bool = False) -> None:
+    """`lossy`: single messages vanish or come twice. `poison`: nothing else goes wrong, but the first request takes
+    down every worker that decodes it.
+    """
+
+    def __init__(self, seed: int, *, lossy: bool = False, poison: bool = False, trace: bool = False) -> None:
         self.seed = seed
         self.rng = random.Random(f"pagewire-{seed}-{lossy}")
         self.tuning = Tuning.draw(self.rng, lossy)
+        if poison:  # tickets that expire under way would count as failed copies
+            self.tuning = replace(self.tuning, ticket_ttl=8.0, progress_seconds=3.0)
         self.clock = Clock()
         self.network = Network(self.clock, self.rng, self.tuning.max_delay, self.tuning.silence, self.tuning.loss)
         self.trace = trace
         self.faults = Faults(self)
+        self.faults.calm = self.poison = poison
         self.router = RouterProcess(self)
         self.workers: list[WorkerProcess] = [
             *(PrefillProcess(self, f"p{i}", self.tuning.prefill_blocks + i) for i in (1, 2)),
@@ -269,6 +276,8 @@ class World:
         shared = [self.rng.randrange(VOCAB) for _ in range(200)]
         for _ in range(self.tuning.requests):
             client = self.client(shared)
+            if self.poison:
+                client = self.patient(client, poison=not self.clients)
             self.clients.append(client)
             self.clock.at(
                 self.rng.random() * self.faults.until * self.faults.burst, lambda client=client: self.arrive(client)
@@ -332,6 +341,17 @@ class World:
             client.stalls_at = rng.randint(1, max_tokens)
             client.stalls_for = rng.choice((1.0, 1000.0))
         return client
+
+    def patient(self, client: Client, *, poison: bool) -> Client:
+        """The same request of a client that waits and reads; the prompt is poison or it is not."""
+        prompt = list(client.asked.prompt_ids)
+        prompt[0] = POISON if poison else prompt[0] % POISON
+        params = replace(client.asked.params, ignore_eos=True, stop_token_ids=(), max_tokens=8, min_tokens=0)
+        expected = fake_tokens(prompt, 8, VOCAB, params, EOS)
+        return Client(RouterRequest(prompt, params, 1000.0), expected, FinishReason.LENGTH)
+
+    def poisonous(self, prompt: Sequence[int]) -> bool:
+        return self.poison and prompt[0] == POISON
 
     # ---- the oracle -----------------------------------------------------------------------------------------
 
