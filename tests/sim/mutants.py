@@ -64,7 +64,7 @@ def no_cancel_at_the_end() -> Patches:
 
 def deaths_go_unnoticed() -> Patches:
     """A lost session is nobody's business."""
-    return {(Flow, "worker_lost"): lambda self, *_: []}
+    return {(Flow, "worker_lost"): lambda self, *_, **__: []}
 
 
 def resume_without_the_log() -> Patches:
@@ -219,11 +219,15 @@ def applied(mutant: Callable[[], Patches]) -> Iterator[None]:
 
 
 def first_seed_that_notices(mutant: Callable[[], Patches], seeds: range) -> tuple[int, str] | None:
-    """The seed and what it noticed; any exception counts, a core that raises is a worker that dies."""
+    """The seed and what it noticed. Any exception counts, a core that raises is a worker that dies; but not those
+    that a mutant raises when it no longer fits the method that it replaces.
+    """
     with applied(mutant):
         for seed in seeds:
             try:
                 World(seed).run()
+            except (TypeError, AttributeError, NameError):
+                raise
             except Exception as error:
                 return seed, f"{type(error).__name__}: {error}"
     return None
