@@ -234,15 +234,35 @@ async def test_a_puller_that_does_not_read_holds_up_a_bounded_number_of_bytes(pa
     ticket = pair.owner.accept(KEY, 64, 0.0)
     pair.seal(ticket, range(16))
     async with raw_call(pair) as call:
-        await call.write(opening(ticket))
-        await call.write(worker_pb2.PullRequest(want=worker_pb2.PullWant(positions=range(16))))
-        for sequence in range(8):
-            await call.write(worker_pb2.PullRequest(heartbeat=worker_pb2.Heartbeat(sequence=sequence)))
-            await asyncio.sleep(0.25)
-        assert len(pair.service) == 1
-        assert pair.service.bytes_sent < 12 << 20
-        pair.revoke(ticket)  # its stream ends although nothing gets out
+        await want_everything(call, ticket, seconds=1.5)
+        sent = pair.service.bytes_sent
+        assert sent < 12 << 20
+        pair.revoke(ticket)
+        while await call.read() is not grpc.aio.EOF:
+            pass
+        assert pair.service.bytes_sent == sent, "no byte of a block that may have a new tenant"
         await until(lambda: len(pair.service) == 0)
+
+
+async def test_a_puller_that_never_reads_the_end_loses_its_stream_although_it_heartbeats(pair: Pair) -> None:
+    ticket = pair.owner.accept(KEY, 64, 0.0)
+    pair.seal(ticket, range(16))
+    async with raw_call(pair) as call:
+        await want_everything(call, ticket, seconds=0.5)
+        pair.revoke(ticket)
+        for sequence in range(20):
+            if len(pair.service):
+                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError, asyncio.InvalidStateError):
+                    await call.write(worker_pb2.PullRequest(heartbeat=worker_pb2.Heartbeat(sequence=sequence)))
+            await asyncio.sleep(0.25)
+        assert len(pair.service) == 0
+
+
+async def want_everything(call: grpc.aio.StreamStreamCall, ticket: Ticket, seconds: float) -> None:
+    """Asks for every block and reads nothing."""
+    await call.write(opening(ticket))
+    await call.write(worker_pb2.PullRequest(want=worker_pb2.PullWant(positions=range(ticket.num_blocks))))
+    await asyncio.sleep(seconds)
 
 
 async def test_a_request_without_content_ends_its_own_stream_and_no_other(pair: Pair) -> None:
