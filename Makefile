@@ -14,7 +14,7 @@ TORCH         := $(shell grep '^torch==' requirements.lock)
 UP_FLAGS      ?=
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-export PROMPT
+export PROMPT_TEXT := $(value PROMPT)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test lint format protos install clean
@@ -30,7 +30,7 @@ help:
 	@echo "make clean   remove .venv and what was built"
 
 demo: $(STAMP)/model
-	@$(BIN)/pagewire up --model $(MODEL) --prefill 1 --decode 1 --demo "$$PROMPT" $(UP_FLAGS)
+	@$(BIN)/pagewire up --model $(MODEL) --prefill 1 --decode 1 --demo "$$PROMPT_TEXT" $(UP_FLAGS)
 
 serve: $(STAMP)/model
 	@$(BIN)/pagewire up --model $(MODEL) $(UP_FLAGS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +24,7 @@ async def print_deployment(topology: Topology, log_dir: Path, console: Console) 
     async with AsyncClient(topology.address) as client:
         info = await client.server_info(timeout=INFO_TIMEOUT)
     address = "" if topology.address == "127.0.0.1:50051" else f" --address {topology.address}"
+    command, python = _as_typed("pagewire"), _as_typed("python")
     dtypes = ", ".join(sorted({worker.dtype for worker in info.workers}))
     lines = [
         "",
@@ -33,16 +36,25 @@ async def print_deployment(topology: Topology, log_dir: Path, console: Console) 
         f"  logs       {log_dir}",
         "",
         "In another terminal:",
-        f"  pagewire chat{address}",
-        f'  pagewire generate "What is the capital of France?"{address}',
-        f"  pagewire ps{address}",
-        "From Python:",
+        f"  {command} chat{address}",
+        f'  {command} generate "What is the capital of France?"{address}',
+        f"  {command} ps{address}",
+        f"From Python ({python}):",
         "  from pagewire import Client",
         f'  print(Client("{topology.address}").generate([{{"role": "user", "content": "Hello"}}]).text)',
         "",
         "Ctrl-C stops everything.",
     ]
     console.print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def _as_typed(name: str) -> str:
+    """A program of this environment as another terminal in this folder can paste it."""
+    here = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    if found and Path(found) == here:
+        return name
+    return str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here)
 
 
 def by_role(info: ServerInfo) -> list[WorkerStatus]:
