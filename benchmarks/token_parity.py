@@ -52,7 +52,7 @@ class Reference(NamedTuple):
 class Difference(NamedTuple):
     prompt: int
     length: int
-    index: int
+    at: int
     ours: int
     theirs: int
     gap: float
@@ -249,7 +249,7 @@ def run(name: str, quick: bool, tokens: int, path: Path | None) -> int:
         for one in differences:
             kind = "counts" if one.counts else "a near tie"
             print(
-                f"    prompt {one.prompt} ({one.length} tokens), token {one.index}: ours {one.ours}, theirs "
+                f"    prompt {one.prompt} ({one.length} tokens), token {one.at}: ours {one.ours}, theirs "
                 f"{one.theirs}, top two {one.gap:.1e} apart: {kind}"
             )
     print(f"differences that count: {counted}")
