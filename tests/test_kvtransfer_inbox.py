@@ -79,6 +79,8 @@ def test_blocks_are_bound_as_they_are_announced_and_the_slot_is_ready_with_the_l
     assert inbox.message(pull, sealed(0), 0.0) == [Announced(pull, (0,))]
     assert inbox.bind(pull, {0: 30}, 0.0) == [ToOwner(pull, PullWant((0,)))]
     assert inbox.copied(pull, 0, 1000, 0.0) == [Landed(pull, 0)]
+    assert inbox.destination(pull, 0) is None, "a block that landed is not written again"
+    assert inbox.copied(pull, 0, 1000, 0.0) == []
     assert inbox.message(pull, sealed(1), 0.0) == [Announced(pull, (1,))]
     assert inbox.message(pull, FIRST, 0.0) == []
     inbox.bind(pull, {1: 31}, 0.0)
