@@ -189,11 +189,16 @@ class Deployment:
         for stage in (("router",), tuple(MODULES)):
             children = [child for child in self.children if child.program.role in stage]
             await asyncio.gather(*(child.stop(self._grace + EXIT_SECONDS) for child in children))
-        if not self._keep_logs or not self.children:
-            shutil.rmtree(self.log_dir, ignore_errors=True)
+        self._remove_logs()
 
     async def kill(self) -> None:
+        """Stops at once, without a drain."""
         await asyncio.gather(*(child.kill() for child in self.children))
+        self._remove_logs()
+
+    def _remove_logs(self) -> None:
+        if not self._keep_logs or not self.children:
+            shutil.rmtree(self.log_dir, ignore_errors=True)
 
     async def _ready(self, child: Child, on_ready: Callable[[Child], None]) -> None:
         from wire.channel import open_channel

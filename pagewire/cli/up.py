@@ -10,6 +10,7 @@ import asyncio
 import json
 import signal
 import sys
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -23,6 +24,7 @@ from pagewire.cli.processes import Child, child_environment
 from pagewire.cli.status import print_deployment
 
 LOADER_LINE_BYTES = 2**20
+SAME_SIGNAL_SECONDS = 0.5  # `timeout` and `make` pass on what the group already got: that is no second wish
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -35,13 +37,19 @@ class Signals:
 
     def __init__(self) -> None:
         self._first = asyncio.Event()
+        self._first_at = 0.0
         self.hurry = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._received)
 
     def _received(self) -> None:
-        (self.hurry if self._first.is_set() else self._first).set()
+        now = time.monotonic()
+        if not self._first.is_set():
+            self._first.set()
+            self._first_at = now
+        elif now - self._first_at > SAME_SIGNAL_SECONDS:
+            self.hurry.set()
 
     async def unless_interrupted(self, work: Coroutine[Any, Any, None]) -> None:
         await _race(work, self._first, Interrupted())
