@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:  # compiling kernels, which is a module of this package, needs no torch
+    from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.kv_cache import KVCache
+    from engine.config import ModelConfig
+    from engine.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,206 @@
+"""Which kernel, with which settings, grid, block and shared memory, for each operation other than attention.
+
+Plain values: whoever owns the card loads the cubin, packs the arguments in the order of the .cu file and launches.
+The structures that kernels take by value, or read per row, have their layout here beside their geometry.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+
+from engine.backend.nvcc import Kernel, kernel
+from engine.config import DTYPES
+
+# struct RopeArgs of rope.cuh: rotation, positions, tables, table_rows, pool; table_width, layer.
+ROPE_ARGS = struct.Struct("<5Q2i")
+# struct Row of sample.cu: temperature, top_p, min_p, top_k, repetition, frequency, presence, min_tokens, seed, biases,
+# ends, uses_counts.
+SAMPLE_ROW = struct.Struct("<3fi3fiQ3i12x")
+# struct State of advance.cu: tokens, positions, lengths, indices, remaining, tables, end_ids, ends, counts, counted;
+# table_width, end_width.
+ROW_STATE = struct.Struct("<10Q2i")
+RING_HEADER = 8  # ints before an entry's tokens, in advance.cu
+
+_SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90a": 227 << 10}
+_COPY_PIECE = 256 * 4 * 16  # bytes of a block that one block of threads copies, in blocks.cu
+
+
+class Ending(enum.IntEnum):
+    """What a product does with its sums; EPILOGUE of gemv.cu."""
+
+    STORE = 0
+    RESIDUAL = 1  # adds to what is there
+    SILU = 2  # silu of the first half of the outputs times the second half
+    ROPE = 3  # rotates Q and K, writes K and V to blocks
+    LOGITS = 4  # float32, whatever the element type
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """`shared` is dynamic shared memory in bytes; above 48 KiB the function's limit has to be raised first."""
+
+    kernel: Kernel
+    function: str
+    grid: tuple[int, int]
+    block: int
+    shared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What the kernels that write KV must know of a model and its cache."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    layers: int
+
+    @property
+    def settings(self) -> dict[str, int]:
+        return {
+            "HEADS": self.heads,
+            "KV_HEADS": self.kv_heads,
+            "HEAD_DIM": self.head_dim,
+            "BLOCK_SIZE": self.block_size,
+            "LAYERS": self.layers,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class GemvShape:
+    """How gemv.cu cuts a product: 16-row tiles of the weight and 8-row tiles of x per block, warps, ring stages."""
+
+    tiles: int
+    m_tiles: int
+    warps: int
+    stages: int
+
+
+def gemv(
+    outputs: int,
+    inputs: int,
+    rows: int,
+    dtype: str,
+    ending: Ending,
+    *,
+    norm: bool = False,
+    heads: Heads | None = None,
+    shape: GemvShape | None = None,
+) -> Launch:
+    """x [rows, inputs] times a weight [outputs, inputs]; with SILU the weight has 2 * outputs rows.
+
+    Arguments: w, x, norm, bias (each 0 if there is none), out, rows (int), eps (float) and, with ROPE, ROPE_ARGS.
+    """
+    assert inputs % 64 == 0 and outputs % 16 == 0, f"gemv needs 64 | inputs and 16 | outputs, got {inputs}, {outputs}"
+    assert (ending is Ending.ROPE) == (heads is not None), "heads are for ROPE, which needs them"
+    cut = shape or gemv_shape(outputs, inputs, rows, ending)
+    settings = {
+        "N": outputs,
+        "K": inputs,
+        "TILES": cut.tiles,
+        "M_TILES": cut.m_tiles,
+        "WARPS": cut.warps,
+        "STAGES": cut.stages,
+        "NORM": int(norm),
+        "EPILOGUE": int(ending),
+        "DTYPE": DTYPES.index(dtype),
+    }
+    if heads is not None:
+        settings |= heads.settings
+    if dtype == "float32":  # a warp has two outputs
+        across, shared = _over(outputs, 2 * cut.warps), 0
+    else:
+        across = _over(outputs, 16 * (cut.tiles // 2 if ending is Ending.SILU else cut.tiles))
+        shared = gemv_shared(cut, norm)
+    return Launch(kernel("gemv", **settings), "gemv", (across, _over(rows, 8 * cut.m_tiles)), cut.warps * 32, shared)
+
+
+def gemv_shared(cut: GemvShape, norm: bool) -> int:
+    ring = cut.stages * (4 * cut.tiles + 2 * norm) * cut.warps * 32 * 16
+    meeting = 4 * cut.warps * cut.m_tiles * 8 * (cut.tiles * 16 + 2 + norm)
+    return max(ring, meeting)
+
+
+def gemv_shape(outputs: int, inputs: int, rows: int, ending: Ending) -> GemvShape:
+    """The cut for a product."""
+    m_tiles = next(tiles for tiles in (1, 2, 4) if rows <= 8 * tiles or tiles == 4)
+    pair = 2 if ending is Ending.SILU else 1
+    tiles = outputs // 16
+    per_block = min(_over(tiles, 132), 3 if m_tiles < 4 else 2) if pair == 1 else 1
+    return GemvShape(per_block * pair, m_tiles, min(8, _over(inputs, 64)), 3)
+
+
+def rope_write(heads: Heads, tokens: int, dtype: str) -> Launch:
+    """Arguments: qkv, tokens (int), ROPE_ARGS."""
+    pieces = (heads.heads + 2 * heads.kv_heads) * heads.head_dim // _per_16_bytes(dtype)
+    settings = {"DTYPE": DTYPES.index(dtype), **heads.settings}
+    return Launch(kernel("rope_write", **settings), "rope_write", (_over(tokens * pieces, 256), 1), 256)
+
+
+def rms_norm(hidden: int, rows: int, dtype: str) -> Launch:
+    """Arguments: x, delta or 0, weight, out, eps (float). x += delta first, in place."""
+    return Launch(_hidden(hidden, dtype), "rms_norm", (rows, 1), 256)
+
+
+def embed(hidden: int, rows: int, dtype: str) -> Launch:
+    """Arguments: table, tokens, out, where the card's clock goes or 0."""
+    return Launch(_hidden(hidden, dtype), "embed", (rows, 1), 256)
+
+
+def silu_mul(inner: int, rows: int, dtype: str) -> Launch:
+    """Arguments: gate_up, out, rows (int)."""
+    blocks = _over(rows * inner, 256 * _per_16_bytes(dtype))
+    return Launch(kernel("silu_mul", INNER=inner, DTYPE=DTYPES.index(dtype)), "silu_mul", (blocks, 1), 256)
+
+
+def sample(vocab: int, rows: int, dtype: str) -> Launch:
+    """`dtype` is the logits'. Arguments: logits, rows of SAMPLE_ROW, positions, indices, counts or 0, bias_ids,
+    bias_values, bias_width (int), end_ids, end_width (int), scratch [rows, vocab] float32, tokens."""
+    return Launch(kernel("sample", VOCAB=vocab, DTYPE=DTYPES.index(dtype)), "sample", (rows, 1), 1024)
+
+
+def advance(vocab: int, block_size: int, rows: int) -> Launch:
+    """Arguments: sampled, ROW_STATE, rows (int), ring, ring_entries (int), step, began or 0."""
+    return Launch(_state(vocab, block_size), "advance", (1, 1), min(1024, _over(rows, 32) * 32))
+
+
+def apply(vocab: int, block_size: int, runs: int) -> Launch:
+    """Arguments: the state's array of ints, changes. `runs` is an upper limit that only spreads the work."""
+    return Launch(_state(vocab, block_size), "apply", (runs, 1), 128)
+
+
+def count(vocab: int, block_size: int) -> Launch:
+    """Arguments: one row of counts, prompt ids, their number (int), output ids, their number (int)."""
+    return Launch(_state(vocab, block_size), "count", (1, 1), 1024)
+
+
+def copy_blocks(block_bytes: int, blocks: int) -> Launch:
+    """Arguments: to, from, to_ids or 0, from_ids or 0. At most 65,535 blocks a launch."""
+    grid = (_over(block_bytes, _COPY_PIECE), blocks)
+    return Launch(kernel("blocks", BLOCK_BYTES=block_bytes), "copy_blocks", grid, 256)
+
+
+def zero_blocks(block_bytes: int, blocks: int) -> Launch:
+    """Arguments: pool, ids. At most 65,535 blocks a launch."""
+    grid = (_over(block_bytes, _COPY_PIECE), blocks)
+    return Launch(kernel("blocks", BLOCK_BYTES=block_bytes), "zero_blocks", grid, 256)
+
+
+def _hidden(hidden: int, dtype: str) -> Kernel:
+    return kernel("rms_norm", HIDDEN=hidden, DTYPE=DTYPES.index(dtype))
+
+
+def _state(vocab: int, block_size: int) -> Kernel:
+    return kernel("advance", VOCAB=vocab, BLOCK_SIZE=block_size)
+
+
+def _per_16_bytes(dtype: str) -> int:
+    return 4 if dtype == "float32" else 8
+
+
+def _over(count: int, size: int) -> int:
+    """Pieces of `size` that cover `count`."""
+    return -(-count // size)
