@@ -23,7 +23,6 @@ SAMPLE_ROW = struct.Struct("<3fi3fiQ3i12x")
 ROW_STATE = struct.Struct("<10Q2i")
 RING_HEADER = 8  # ints before an entry's tokens, in advance.cu
 
-_SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90a": 227 << 10}
 _COPY_PIECE = 256 * 4 * 16  # bytes of a block that one block of threads copies, in blocks.cu
 
 
@@ -114,23 +113,29 @@ def gemv(
         across, shared = _over(outputs, 2 * cut.warps), 0
     else:
         across = _over(outputs, 16 * (cut.tiles // 2 if ending is Ending.SILU else cut.tiles))
-        shared = gemv_shared(cut, norm)
+        shared = gemv_shared(cut, norm, inputs)
     return Launch(kernel("gemv", **settings), "gemv", (across, _over(rows, 8 * cut.m_tiles)), cut.warps * 32, shared)
 
 
-def gemv_shared(cut: GemvShape, norm: bool) -> int:
-    ring = cut.stages * (4 * cut.tiles + 2 * norm) * cut.warps * 32 * 16
+def gemv_shared(cut: GemvShape, norm: bool, inputs: int) -> int:
+    """Bytes: the ring, no longer than a warp's steps, and where the sums of the warps meet when the ring is done."""
+    stages = min(cut.stages, _over(inputs // 64, cut.warps))
+    ring = stages * (4 * cut.tiles + 2 * norm) * cut.warps * 32 * 16
     meeting = 4 * cut.warps * cut.m_tiles * 8 * (cut.tiles * 16 + 2 + norm)
     return max(ring, meeting)
 
 
+def m_tiles(rows: int) -> int:
+    """8-row tiles of x per block; more rows are more blocks, which read the weight again, mostly from the L2."""
+    return 1 if rows <= 8 else 2 if rows <= 16 else 4
+
+
 def gemv_shape(outputs: int, inputs: int, rows: int, ending: Ending) -> GemvShape:
     """The cut for a product."""
-    m_tiles = next(tiles for tiles in (1, 2, 4) if rows <= 8 * tiles or tiles == 4)
     pair = 2 if ending is Ending.SILU else 1
     tiles = outputs // 16
-    per_block = min(_over(tiles, 132), 3 if m_tiles < 4 else 2) if pair == 1 else 1
-    return GemvShape(per_block * pair, m_tiles, min(8, _over(inputs, 64)), 3)
+    per_block = min(_over(tiles, 132), 3 if rows <= 16 else 2) if pair == 1 else 1
+    return GemvShape(per_block * pair, m_tiles(rows), min(8, _over(inputs, 64)), 3)
 
 
 def rope_write(heads: Heads, tokens: int, dtype: str) -> Launch:
