@@ -260,7 +260,7 @@ class Decoder:
             return [_echo(job, first)]
         del self._by_pull[notice.pull]
         job.pull = None
-        if first.token.index != job.start.emitted:
+        if first.token.index != job.start.emitted or first.token.token_id >= self._vocab_size:
             self.ignored["wrong_first_token"] += 1
             self._forget(job, now)
             return [_failed(job, Reason.INTERNAL, resumable=True)]

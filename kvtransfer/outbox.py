@@ -228,7 +228,8 @@ class Outbox:
             return self._refuse(pull, key, Reason.STALE_TICKET, attempt=str(lease.key.attempt))
         if message.layout_digest != self.layout_digest:
             return self._refuse(pull, key, Reason.LAYOUT_MISMATCH)
-        if message.transport not in TRANSPORTS:
+        # A local puller shares the pool, and its driver numbers its pulls from -1 down: no stream may claim to be one.
+        if message.transport not in TRANSPORTS or (message.transport == "local" and pull >= 0):
             return self._refuse(pull, key, Reason.UNIMPLEMENTED, field="transport", transport=message.transport)
         if key.placement < lease.placement:
             return self._refuse(pull, key, Reason.SUPERSEDED, placement=str(lease.placement))

@@ -215,6 +215,8 @@ class Flow:
         del self.legs[role]
         if event.reason in REFUSED_FOR_GOOD:
             return self._final(event.reason, event.facts, now)
+        if leg.state is not LegState.STARTED:  # it had taken the request on: what it did for it is lost
+            return self._next_attempt(now)
         self.refusals[role, address] = event.reason
         self._setbacks += 1
         self.avoid[role, address] = now + max(event.retry_after, self._backoff())

@@ -218,13 +218,22 @@ def test_what_was_copied_can_be_compared_with_what_is_held() -> None:
 def test_local_blocks_change_owner_instead_of_being_freed() -> None:
     box = outbox(2)
     box.sealed(9, [handle(0), handle(1)], 0.0)
-    box.pull_message(1, opening(transport="local"), 0.0)
-    assert sent_positions(box.pull_message(1, PullWant((0, 1)), 0.0)) == []
+    box.pull_message(-1, opening(transport="local"), 0.0)
+    assert sent_positions(box.pull_message(-1, PullWant((0, 1)), 0.0)) == []
     assert box.adopt(9, RequestKey(5, 1, 1)) == [], "not before token 0"
     box.first_token(9, first_token(), 0.0)
     assert box.adopt(9, RequestKey(5, 1, 2)) == [], "not by another placement"
-    assert box.pull_message(1, PullDone(), 0.0) == [HandOver(1, 9, (10, 11)), ClosePull(1)]
+    assert box.pull_message(-1, PullDone(), 0.0) == [HandOver(-1, 9, (10, 11)), ClosePull(-1)]
     assert 9 not in box and box.leased_blocks == 0
+
+
+def test_a_stream_may_not_claim_to_be_local_because_nobody_would_take_the_blocks() -> None:
+    box = outbox(1)
+    box.sealed(9, [handle(0)], 0.0)
+    box.first_token(9, first_token(), 0.0)
+    refused, closed = box.pull_message(1, opening(transport="local"), 0.0)
+    assert refused.event.reason is Reason.UNIMPLEMENTED and closed == ClosePull(1)
+    assert 9 in box, "the ticket is still good"
 
 
 # What a PullOpen may have wrong, beside its placement.

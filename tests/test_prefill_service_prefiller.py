@@ -280,9 +280,9 @@ def test_one_remaining_token_ends_with_length_and_frees_its_blocks() -> None:
 def test_the_local_transport_hands_the_blocks_over() -> None:
     worker = Worker(digests=False)
     worker.start(1, prompt(20))
-    worker.pull(5, 1, transport="local")
+    worker.pull(-5, 1, transport="local")
     worker.run()
-    worker.say(5, PullDone())
+    worker.say(-5, PullDone())
     assert worker.core.idle and worker.pool.available == 16
 
 
