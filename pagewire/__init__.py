@@ -1,4 +1,5 @@
-"""What users import: `Client` and `AsyncClient` talk to a router, `SamplingParams` says how to choose tokens.
+"""What users import: `Client` and `AsyncClient` talk to a router, `SamplingParams` says how to choose tokens,
+`Security` what a protected router wants to see.
 
 Each name is imported when it is first used, so that `import pagewire` costs nothing.
 """
@@ -11,10 +12,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.types import FinishReason, SamplingParams
     from pagewire.client import AsyncClient, Client, PagewireError, Result
+    from wire.security import Security
 
     __version__: str
 
-__all__ = ["AsyncClient", "Client", "FinishReason", "PagewireError", "Result", "SamplingParams", "__version__"]
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "FinishReason",
+    "PagewireError",
+    "Result",
+    "SamplingParams",
+    "Security",
+    "__version__",
+]
 
 _HOMES = {
     "AsyncClient": "pagewire.client",
@@ -23,6 +34,7 @@ _HOMES = {
     "PagewireError": "pagewire.client",
     "Result": "pagewire.client",
     "SamplingParams": "engine.types",
+    "Security": "wire.security",
 }
 
 

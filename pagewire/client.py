@@ -435,7 +435,7 @@ class _Errors:
             code = grpc.StatusCode.UNAVAILABLE  # nobody here asked for it
         if code is grpc.StatusCode.UNAVAILABLE:
             lost = f"the connection to the router at {self._address} was lost before the answer was complete"
-            sentence = lost if answered else diagnosis.unreachable(self._address, sentence)
+            sentence = lost if answered else diagnosis.unreachable(self._address, sentence, bool(self._security.cert))
         elif code is grpc.StatusCode.UNIMPLEMENTED:
             sentence = diagnosis.not_a_router(self._address, self._has_service)
         elif code is grpc.StatusCode.DEADLINE_EXCEEDED:

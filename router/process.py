@@ -20,10 +20,11 @@ from typing import Any
 import uvloop
 
 from router import border
-from router.config import BadSetting, CannotServe, Settings, parse
+from router.config import CannotServe, Settings, parse
 from wire.channel import open_server
+from wire.flags import BadOption
 from wire.health import Health
-from wire.ports import PortTaken, bind, check_free
+from wire.ports import PortTaken, at, bind, check_free
 from wire.security import InsecureAddress
 
 FLUSH_S = 2.0  # how long streams may take to send their last messages
@@ -38,9 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if settings.exit_with_parent and not _exit_with_parent():
             return 0
         uvloop.run(_run(settings, began))
-    except (BadSetting, CannotServe, PortTaken, InsecureAddress) as error:
+    except (BadOption, CannotServe, PortTaken, InsecureAddress) as error:
         print(f"pagewire router: {error}", file=sys.stderr, flush=True)
         return 2
+    except Exception as error:
+        # The border of the process: the log has the traceback, the user gets a sentence.
+        from wire.logs import get_logger
+
+        get_logger("router").exception("router_broke")
+        print(f"pagewire router: internal error: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 1
     return 0
 
 
@@ -62,7 +70,7 @@ async def _run(settings: Settings, began: float) -> None:
     port = bind(server, settings.host, settings.port, settings.security)
     await server.start()
     await health.start()
-    _say(f"alive on {settings.host}:{port} after {time.monotonic() - began:.1f} s")
+    _say(f"alive on {at(settings.host, port)} after {time.monotonic() - began:.1f} s")
     try:
         logs, assembly = [await asyncio.to_thread(importlib.import_module, name) for name in _THE_REST]
         logs.configure("router", settings.log_level)

@@ -21,13 +21,21 @@ from pagewire.cli.deployment import Topology
 from pagewire.cli.processes import child_environment
 
 PAGEWIRE = (sys.executable, "-m", "pagewire")
+TLS = Path(__file__).parent / "tls"
 UP_SECONDS = 90
 
 
-def pagewire(*arguments: str, stdin: str | bytes = b"", seconds: float = 60) -> subprocess.CompletedProcess[str]:
+def pagewire(
+    *arguments: str, stdin: str | bytes = b"", seconds: float = 60, **environment: str
+) -> subprocess.CompletedProcess[str]:
     given = stdin.encode() if isinstance(stdin, str) else stdin
     done = subprocess.run(
-        [*PAGEWIRE, *arguments], input=given, capture_output=True, env=child_environment(), timeout=seconds, check=False
+        [*PAGEWIRE, *arguments],
+        input=given,
+        capture_output=True,
+        env={**child_environment(), **environment},
+        timeout=seconds,
+        check=False,
     )
     out, err = (stream.decode("utf-8", "replace") for stream in (done.stdout, done.stderr))
     assert "Traceback" not in err, err
@@ -144,10 +152,10 @@ def up_flags(topology: Topology) -> list[str]:
 
 
 @contextmanager
-def running_up(topology: Topology) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+def running_up(topology: Topology, *flags: str) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """`pagewire up` that has printed its block, and the three processes that it started."""
     process = subprocess.Popen(
-        [*PAGEWIRE, "up", *up_flags(topology)],
+        [*PAGEWIRE, "up", *up_flags(topology), *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -206,7 +214,48 @@ def test_a_worker_that_dies_is_reported_and_ends_a_deployment_that_needs_it(mode
         said = up.stdout.read()
         assert up.wait(timeout=30) == 1
         assert f"decode-1 (pid {victim.pid}) was killed by SIGKILL; its last lines" in said
+        assert said.endswith("pagewire: stopped, because decode-1 ended\n")
         assert all_gone(children, seconds=0.5)
+
+
+def test_a_router_for_other_machines_runs_under_mtls_and_a_token(model_cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    tls = ("--tls-cert", str(TLS / "host.pem"), "--tls-key", str(TLS / "host.key"), "--tls-ca", str(TLS / "ca.pem"))
+    protected = (*tls, "--token-file", str(tmp_path / "token"))
+    topology = make_topology(cache_dir=model_cache)
+    with running_up(topology, "--host", "0.0.0.0", *protected) as (_, children):
+        assert len(children) == 3
+        address = ("--address", topology.address)
+        answer = pagewire("generate", "hello", "--max-tokens", "4", *address, *protected)
+        assert answer.returncode == 0 and answer.stdout, answer.stderr
+        assert pagewire("health", *address, *tls).stdout == "ready\n", "probes need no token"
+        assert "speaks TLS" in one_sentence(pagewire("ps", *address))
+        assert "a valid deployment token is required" in one_sentence(pagewire("ps", *address, *tls))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 can be reached from other machines"),
+        (["--token-file", "/nowhere"], "--token-file /nowhere cannot be read: No such file"),
+        (["--tls-cert", str(TLS / "host.pem")], "missing: --tls-key, --tls-ca"),
+    ],
+)
+def test_an_address_that_nothing_protects_stops_up_before_anything_starts(flags: list[str], words: str) -> None:
+    done = pagewire("up", "--model", "random:tiny", *flags)
+    assert done.returncode == 2 and words in one_sentence(done)
+    assert not done.stdout, "nothing was begun"
+
+
+def test_a_wrong_size_is_the_workers_own_sentence(model_cache: Path, tmp_path: Path) -> None:
+    """A sentence alone: no log lines, and no folder of logs is left behind."""
+    topology = make_topology(cache_dir=model_cache)
+    done = pagewire("up", *up_flags(topology), "--max-model-len", "100000", TMPDIR=str(tmp_path))
+    assert done.returncode == 1
+    assert re.search(
+        r"(prefill|decode)-1: --max-model-len is 100000 and the model takes at most 8192$", one_sentence(done)
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_model_is_one_sentence_that_lists_what_is_known(model_cache: Path) -> None:

@@ -9,7 +9,7 @@ from router_front import make_model_dir
 
 from engine.types import SamplingParams
 from protos import generation_pb2 as gpb
-from router.config import BadSetting, parse
+from router.config import parse
 from router.status import RequestError
 from router.text.model import TextModel
 from router.validate import (
@@ -23,6 +23,7 @@ from router.validate import (
     is_set,
 )
 from router.workers import Role
+from wire.flags import BadOption
 
 
 @pytest.fixture(scope="module")
@@ -223,5 +224,5 @@ def test_settings_come_from_flags_and_variables_and_a_flag_wins() -> None:
     ],
 )
 def test_a_bad_flag_is_named(argv: list[str], word: str) -> None:
-    with pytest.raises(BadSetting, match=word):
+    with pytest.raises(BadOption, match=word):
         parse(argv, {})

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from wire.options import BadOption, Role, parse, parse_bytes
+from wire.flags import BadOption, parse_bytes
+from wire.options import Role, parse
 
 ROLE = Role("prefill", "pagewire.v1.PrefillService", 50061, 32, 512)
 

@@ -14,6 +14,11 @@ class PortTaken(OSError):
     """Somebody else listens there. str() names the port, the process and the next free port."""
 
 
+def at(host: str, port: int) -> str:
+    """As gRPC and people write it: an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def bind(server: grpc.aio.Server, host: str, port: int, security: Security) -> int:
     """Adds host:port to the server and returns the port (0 asks the system for one).
 
@@ -21,7 +26,7 @@ def bind(server: grpc.aio.Server, host: str, port: int, security: Security) -> i
     """
     security.check_host(host)
     credentials = security.server_credentials()
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = at(host, port)
     try:
         bound = (
             server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)

@@ -11,10 +11,13 @@ import ipaddress
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
+
+if TYPE_CHECKING:
+    import ssl
 
 _OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
 
@@ -51,6 +54,32 @@ class Security:
             "give --tls-cert, --tls-key and --tls-ca, or --token-file, or type --insecure"
         )
 
+    def check_files(self, name: str = "") -> None:
+        """Whether a peer with the same authority would accept the certificate, as that of host `name` if one is given.
+
+        gRPC would say no more than that a handshake failed, each time, for ever. Raises InsecureAddress.
+        """
+        if not (self.cert and self.key and self.ca):
+            return
+        import ssl  # not needed where nothing is encrypted
+
+        shown = f"--tls-cert {self.cert} with --tls-key {self.key} and --tls-ca {self.ca}"
+        try:
+            server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            client.check_hostname = bool(name)
+            server.verify_mode = ssl.CERT_REQUIRED
+            for side in (server, client):
+                side.load_cert_chain(self.cert, self.key)
+                side.load_verify_locations(self.ca)
+            _shake_hands(server, client, name)
+        except ssl.SSLCertVerificationError as error:
+            raise InsecureAddress(f"{shown} would be refused: {error.verify_message.rstrip('.')}") from None
+        except (ssl.SSLError, OSError) as error:
+            reason = error.reason if isinstance(error, ssl.SSLError) else str(error)
+            why = reason.replace("_", " ").lower() if reason else "one of them is not a PEM file of its kind"
+            raise InsecureAddress(f"{shown} cannot be used: {why}") from None
+
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         if not (self.cert and self.key and self.ca):
             return None
@@ -61,6 +90,22 @@ class Security:
             return None
         pair = (self.key.read_bytes(), self.cert.read_bytes())
         return grpc.ssl_server_credentials([pair], self.ca.read_bytes(), require_client_auth=True)
+
+
+def _shake_hands(server_side: ssl.SSLContext, client_side: ssl.SSLContext, name: str) -> None:
+    """Both halves of a TLS handshake, in memory. Raises ssl.SSLError."""
+    import ssl
+
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = client_side.wrap_bio(down, up, server_hostname=name or None)
+    halves = [client, server_side.wrap_bio(up, down, server_side=True)]
+    while halves:
+        for half in list(halves):
+            try:
+                half.do_handshake()
+                halves.remove(half)
+            except ssl.SSLWantReadError:
+                continue  # the other half has to speak first
 
 
 def is_loopback(host: str) -> bool:
@@ -79,7 +124,9 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         self._expected = f"Bearer {token}".encode()
 
         async def refuse(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid deployment token is required")
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "a valid deployment token is required: give it with --token-file"
+            )
 
         self._refusals: dict[tuple[bool, bool], grpc.RpcMethodHandler[Any, Any]] = {
             (False, False): grpc.unary_unary_rpc_method_handler(refuse),

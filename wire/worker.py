@@ -21,8 +21,9 @@ import uvloop
 
 from wire import logs
 from wire.channel import open_server
+from wire.flags import BadOption
 from wire.health import Health
-from wire.options import BadOption, Role, WorkerOptions, parse
+from wire.options import Role, WorkerOptions, parse
 from wire.ports import PortTaken, bind, check_free
 from wire.security import InsecureAddress
 

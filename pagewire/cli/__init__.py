@@ -15,8 +15,19 @@ from typing import Annotated, Any
 import typer
 
 from pagewire.cli.failure import CommandFailed
-
-DEFAULT_ADDRESS = "127.0.0.1:50051"
+from pagewire.cli.flags import (
+    DEFAULT_ADDRESS,
+    Address,
+    Insecure,
+    MaxTokens,
+    Seed,
+    Temperature,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    TopP,
+)
 
 # One line per paragraph: typer wraps them to the terminal.
 HELP = "\n\n".join(
@@ -35,12 +46,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help=HELP,
 )
-
-Address = Annotated[str, typer.Option(help="The router's gRPC address, host:port.")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Stop after so many tokens (default: as many as fit).")]
-Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, help="0 always takes the likeliest token.")]
-TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this total mass.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same text.")]
 
 
 @app.command()
@@ -65,6 +70,15 @@ def up(
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences in one step.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Prompt tokens in one step.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Prompt and output of one request (default: the model's).")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="auto, float32, bfloat16 or float16 (default: auto, float32 on the CPU).")
+    ] = None,
+    row_tile: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Deterministic mode: rows per linear, such as 16.")
+    ] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Where converted models are kept.")] = None,
     grace: Annotated[
         float, typer.Option(min=0, max=3600, help="Seconds that requests have to finish at the end.")
@@ -72,6 +86,11 @@ def up(
     demo: Annotated[
         str | None, typer.Option(metavar="PROMPT", help="Answer this prompt, print what it took, and stop.")
     ] = None,
+    token_file: TokenFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    insecure: Insecure = False,
 ) -> None:
     """Start a router, prefill workers and decode workers on this machine, and keep them until Ctrl-C."""
     import os
@@ -80,6 +99,7 @@ def up(
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from pagewire.cli.deployment import Topology
     from pagewire.cli.up import up as run_up
+    from wire.flags import SecurityFlags
 
     topology = Topology(
         model=model,
@@ -94,8 +114,12 @@ def up(
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        row_tile=row_tile,
         cache_dir=cache_dir,
         grace=grace,
+        security=SecurityFlags(token_file, tls_cert, tls_key, tls_ca, insecure),
     )
     _run(run_up(topology, demo))
 
@@ -112,6 +136,10 @@ def generate(
     top_p: TopP = 1.0,
     seed: Seed = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print token counts and times to stderr at the end.")] = False,
+    token_file: TokenFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
 ) -> None:
     """Answer one prompt, from the argument or from standard input, and stream the text to standard output."""
     from pagewire.cli.ask import generate as run_generate
@@ -119,7 +147,8 @@ def generate(
     text = _standard_input() if prompt in (None, "-") else prompt
     sampling = _sampling(max_tokens, temperature, top_p, seed)
     with _sentences():
-        run_generate(address, text, sampling, raw=raw, stats=stats)
+        security = _security(token_file, tls_cert, tls_key, tls_ca)
+        run_generate(address, security, text, sampling, raw=raw, stats=stats)
 
 
 @app.command()
@@ -130,20 +159,31 @@ def chat(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = None,
+    token_file: TokenFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
 ) -> None:
     """Talk with the model over several turns; /help lists what else can be typed."""
     from pagewire.cli.ask import chat as run_chat
 
     with _sentences():
-        run_chat(address, system, _sampling(max_tokens, temperature, top_p, seed))
+        security = _security(token_file, tls_cert, tls_key, tls_ca)
+        run_chat(address, security, system, _sampling(max_tokens, temperature, top_p, seed))
 
 
 @app.command()
-def ps(address: Address = DEFAULT_ADDRESS) -> None:
+def ps(
+    address: Address = DEFAULT_ADDRESS,
+    token_file: TokenFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+) -> None:
     """List the workers that the router knows, with their KV blocks."""
     from pagewire.cli.status import ps as run_ps
 
-    _run(run_ps(address))
+    _run(run_ps(address, _security(token_file, tls_cert, tls_key, tls_ca)))
 
 
 @app.command()
@@ -153,11 +193,15 @@ def health(
         str, typer.Option(help="The gRPC service that must be ready; empty asks only whether the process is alive.")
     ] = "pagewire.v1.GenerationService",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the answer.")] = 2.0,
+    token_file: TokenFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
 ) -> None:
     """Exit with status 0 if the server is ready, else 1: for container and service managers."""
     from pagewire.cli.status import health as run_health
 
-    _run(run_health(address, service, timeout))
+    _run(run_health(address, _security(token_file, tls_cert, tls_key, tls_ca), service, timeout))
 
 
 @app.command()
@@ -166,6 +210,15 @@ def version() -> None:
     from importlib import metadata
 
     typer.echo(metadata.version("pagewire"))
+
+
+def _security(token_file: Path | None, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None) -> Any:
+    from wire.flags import BadOption, SecurityFlags
+
+    try:
+        return SecurityFlags(token_file, tls_cert, tls_key, tls_ca).read()
+    except BadOption as error:
+        raise CommandFailed(str(error), exit_code=2) from None
 
 
 def _sampling(max_tokens: int | None, temperature: float, top_p: float, seed: int | None) -> Any:

@@ -13,6 +13,7 @@ from engine.types import FinishReason, SamplingParams
 from pagewire.answers import PagewireError
 from pagewire.cli.failure import CommandFailed
 from pagewire.client import Client, Prompt
+from wire.security import Security
 
 CHAT_HELP = """\
 /help   this list
@@ -67,10 +68,10 @@ def speak(client: Client, prompt: Prompt, sampling: SamplingParams) -> Spoken:
     return Spoken("".join(parts), reason, used, tokens, first - began, speed)
 
 
-def generate(address: str, text: str, sampling: SamplingParams, *, raw: bool, stats: bool) -> None:
+def generate(address: str, security: Security, text: str, sampling: SamplingParams, *, raw: bool, stats: bool) -> None:
     if not text.strip():
         raise CommandFailed("the prompt is empty: give it as an argument or on standard input", exit_code=2)
-    with Client(address) as client:
+    with Client(address, security) as client:
         spoken = speak(client, text if raw else [{"role": "user", "content": text}], sampling)
     if stats:
         print(spoken.summary(), file=sys.stderr)
@@ -78,9 +79,9 @@ def generate(address: str, text: str, sampling: SamplingParams, *, raw: bool, st
         raise CommandFailed("interrupted", exit_code=130)
 
 
-def chat(address: str, system: str | None, sampling: SamplingParams) -> None:
+def chat(address: str, security: Security, system: str | None, sampling: SamplingParams) -> None:
     beginning = [{"role": "system", "content": system}] if system else []
-    with Client(address) as client:
+    with Client(address, security) as client:
         models = client.models(timeout=10)
         _hint(f"{models[0].id if models else 'a model'} at {address}; /help lists what can be typed")
         messages = list(beginning)

@@ -12,13 +12,14 @@ from engine.types import SamplingParams
 from pagewire.answers import ServerInfo
 from pagewire.cli.status import INFO_TIMEOUT, transport
 from pagewire.client import AsyncClient
+from wire.security import Security
 
 MAX_TOKENS = 256
 REPORT_SECONDS = 3.0  # workers report their counts about once a second
 
 
-async def answer_and_report(address: str, prompt: str, console: Console) -> None:
-    async with AsyncClient(address) as client:
+async def answer_and_report(address: str, security: Security, prompt: str, console: Console) -> None:
+    async with AsyncClient(address, security) as client:
         before = await client.server_info(timeout=INFO_TIMEOUT)
         console.print(f"\n> {prompt}", markup=False, soft_wrap=True)
         began = time.monotonic()

@@ -11,13 +11,16 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pagewire.cli.failure import CommandFailed
 from pagewire.cli.processes import Child, Program
+from wire.flags import BadOption, SecurityFlags
+from wire.ports import PortTaken, at, check_free
+from wire.security import InsecureAddress, Security
 
 ROUTER_SERVICE = "pagewire.v1.GenerationService"
 WORKER_SERVICES = {"prefill": "pagewire.v1.PrefillService", "decode": "pagewire.v1.DecodeService"}
@@ -43,14 +46,22 @@ class Topology:
     block_size: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    dtype: str | None = None
+    row_tile: int | None = None
     cache_dir: Path | None = None
     grace: float = 30.0  # seconds that running requests have when it stops
+    security: SecurityFlags = field(default_factory=SecurityFlags)
+
+    @property
+    def client_host(self) -> str:
+        """The router's host, as a client on this machine names it."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
 
     @property
     def address(self) -> str:
-        """Where a client on this host reaches the router."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
-        return f"{host}:{self.port}"
+        """Where a client on this machine reaches the router."""
+        return at(self.client_host, self.port)
 
     def workers(self) -> Iterator[tuple[str, int, int]]:
         """(role, number from 1, port): the n-th worker of a kind adds n - 1 to its kind's port."""
@@ -80,7 +91,8 @@ def programs(topology: Topology) -> list[Program]:
 
 def _model_flags(topology: Topology) -> tuple[str, ...]:
     cache = ("--cache-dir", str(topology.cache_dir)) if topology.cache_dir else ()
-    return ("--model", topology.model, "--grace", f"{topology.grace:g}", "--exit-with-parent", *cache)
+    shared = ("--model", topology.model, "--grace", f"{topology.grace:g}", "--exit-with-parent")
+    return (*shared, *cache, *topology.security.argv())
 
 
 def _worker_flags(topology: Topology) -> tuple[str, ...]:
@@ -90,16 +102,29 @@ def _worker_flags(topology: Topology) -> tuple[str, ...]:
         "--block-size": topology.block_size,
         "--max-num-seqs": topology.max_num_seqs,
         "--max-num-batched-tokens": topology.max_num_batched_tokens,
+        "--max-model-len": topology.max_model_len,
+        "--dtype": topology.dtype,
+        "--row-tile": topology.row_tile,
     }
     given = [part for flag, value in values.items() if value is not None for part in (flag, str(value))]
     count = topology.prefill + topology.decode
     return (*_model_flags(topology), "--workers-on-host", str(count), *given)
 
 
+def check_security(topology: Topology) -> Security:
+    """What a client on this machine needs. Raises CommandFailed where a process would refuse to listen."""
+    try:
+        security = topology.security.read()
+        security.check_host(topology.host)
+        for name in dict.fromkeys((WORKER_HOST, topology.client_host)):
+            security.check_files(name)
+    except (BadOption, InsecureAddress) as error:
+        raise CommandFailed(str(error), exit_code=2) from None
+    return security
+
+
 def check_ports(topology: Topology) -> None:
     """Raises CommandFailed naming the first taken port, who holds it, and the flag that chooses another."""
-    from wire.ports import PortTaken, check_free
-
     wanted = [("--port", topology.host, topology.port)]
     wanted += [(f"--{role}-port", WORKER_HOST, port) for role, _, port in topology.workers()]
     seen: dict[int, str] = {}
@@ -116,11 +141,13 @@ def check_ports(topology: Topology) -> None:
 
 
 class Died(CommandFailed):
-    """A process of the deployment ended by itself."""
+    """A process of the deployment ended by itself: by a mistake of the user, which it names, or by an accident."""
 
     def __init__(self, child: Child) -> None:
-        super().__init__(f"{child.program.name} (pid {child.pid}) {child.how_it_ended()}{child.last_words()}")
-        self.child = child
+        self.name = child.program.name
+        self.mistake = child.mistake()
+        accident = f"{child.program.name} (pid {child.pid}) {child.how_it_ended()}{child.last_words()}"
+        super().__init__(f"{child.program.name}: {self.mistake}" if self.mistake else accident)
 
 
 class Deployment:
@@ -129,7 +156,8 @@ class Deployment:
     Logs are kept only if a process ended by itself, or if not all became ready.
     """
 
-    def __init__(self, grace: float) -> None:
+    def __init__(self, grace: float, security: Security | None = None) -> None:
+        self._security = security or Security()
         self.log_dir = Path(tempfile.mkdtemp(prefix="pagewire-"))
         self.children: list[Child] = []
         self._grace = grace
@@ -176,9 +204,10 @@ class Deployment:
                 wait.cancel()
         child = waits[done.pop()]
         self._dead.add(child)
-        self._keep_logs = True
         await child.kill()
-        return Died(child)
+        died = Died(child)
+        self._keep_logs = not died.mistake
+        return died
 
     def can_serve(self) -> bool:
         """The router and at least one worker of each kind are running."""
@@ -203,9 +232,8 @@ class Deployment:
     async def _ready(self, child: Child, on_ready: Callable[[Child], None]) -> None:
         from wire.channel import open_channel
         from wire.health import is_ready
-        from wire.security import Security
 
-        channel = open_channel(child.program.address, Security(), internal=False)
+        channel = open_channel(child.program.address, self._security, internal=False)
         try:
             while not await is_ready(channel, child.program.service, timeout=1.0):
                 await asyncio.sleep(HEALTH_INTERVAL)

@@ -19,6 +19,7 @@ from pathlib import Path
 LAST_LINES = 12
 TAIL_BYTES = 65_536
 MAX_LINE_BYTES = 2**20
+USER_MISTAKE = 2  # the exit status of our processes when a flag, a model or a port is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,13 @@ class Child:
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         return f"exited with status {code}"
+
+    def mistake(self) -> str:
+        """The sentence with which it refused what the user asked for; empty if it ended in any other way."""
+        last = (self.last_lines() or [""])[-1]
+        said = f"pagewire {self.program.role}: "
+        refused = self._process.returncode == USER_MISTAKE and last.startswith(said)
+        return last.removeprefix(said) if refused else ""
 
     def last_words(self) -> str:
         """To stand after what is said of it."""

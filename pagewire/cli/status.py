@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -15,16 +17,19 @@ from pagewire.answers import ServerInfo, WorkerStatus
 from pagewire.cli.deployment import Topology
 from pagewire.cli.failure import CommandFailed
 from pagewire.client import AsyncClient
+from wire.security import Security
 
 INFO_TIMEOUT = 10.0  # seconds
 
 
-async def print_deployment(topology: Topology, log_dir: Path, console: Console) -> None:
+async def print_deployment(topology: Topology, security: Security, log_dir: Path, console: Console) -> None:
     """URLs, model, pool sizes, roles, transport, and commands to paste."""
-    async with AsyncClient(topology.address) as client:
+    async with AsyncClient(topology.address, security) as client:
         info = await client.server_info(timeout=INFO_TIMEOUT)
-    address = "" if topology.address == "127.0.0.1:50051" else f" --address {topology.address}"
-    command, python = _as_typed("pagewire"), _as_typed("python")
+    flags = "" if topology.address == "127.0.0.1:50051" else f" --address {topology.address}"
+    if protection := replace(topology.security, insecure=False).argv():
+        flags += " " + shlex.join(protection)
+    command = _as_typed("pagewire")
     dtypes = ", ".join(sorted({worker.dtype for worker in info.workers}))
     lines = [
         "",
@@ -36,16 +41,22 @@ async def print_deployment(topology: Topology, log_dir: Path, console: Console) 
         f"  logs       {log_dir}",
         "",
         "In another terminal:",
-        f"  {command} chat{address}",
-        f'  {command} generate "What is the capital of France?"{address}',
-        f"  {command} ps{address}",
-        f"From Python ({python}):",
-        "  from pagewire import Client",
-        f'  print(Client("{topology.address}").generate([{{"role": "user", "content": "Hello"}}]).text)',
+        f"  {command} chat{flags}",
+        f'  {command} generate "What is the capital of France?"{flags}',
+        f"  {command} ps{flags}",
+        *([] if protection else _from_python(topology)),
         "",
         "Ctrl-C stops everything.",
     ]
     console.print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def _from_python(topology: Topology) -> list[str]:
+    return [
+        f"From Python ({_as_typed('python')}):",
+        "  from pagewire import Client",
+        f'  print(Client("{topology.address}").generate([{{"role": "user", "content": "Hello"}}]).text)',
+    ]
 
 
 def _as_typed(name: str) -> str:
@@ -72,8 +83,8 @@ def transport(info: ServerInfo) -> str:
     return ", ".join(sorted(set.intersection(*offers))) if offers else "none"
 
 
-async def ps(address: str) -> None:
-    async with AsyncClient(address) as client:
+async def ps(address: str, security: Security) -> None:
+    async with AsyncClient(address, security) as client:
         info = await client.server_info(timeout=INFO_TIMEOUT)
     rows = [("ROLE", "ADDRESS", "STATE", "RUNNING", "WAITING", "KV BLOCKS IN USE", "LEASED", "PULLED")]
     rows += [
@@ -100,13 +111,12 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-async def health(address: str, service: str, timeout: float) -> None:
+async def health(address: str, security: Security, service: str, timeout: float) -> None:
     """Prints one word, or raises CommandFailed: not ready, or nobody there."""
     from wire.channel import open_channel
     from wire.health import is_ready
-    from wire.security import Security
 
-    channel = open_channel(address, Security(), internal=False)
+    channel = open_channel(address, security, internal=False)
     try:
         ready, alive = await asyncio.gather(is_ready(channel, service, timeout), is_ready(channel, "", timeout))
     finally:

@@ -17,11 +17,12 @@ from typing import Any
 from rich.console import Console
 
 from pagewire.cli.demo import answer_and_report
-from pagewire.cli.deployment import Deployment, Topology, check_ports, programs
+from pagewire.cli.deployment import Deployment, Topology, check_ports, check_security, programs
 from pagewire.cli.failure import CommandFailed
 from pagewire.cli.phases import Phases
 from pagewire.cli.processes import Child, child_environment
 from pagewire.cli.status import print_deployment
+from wire.security import Security
 
 LOADER_LINE_BYTES = 2**20
 SAME_SIGNAL_SECONDS = 0.5  # `timeout` and `make` pass on what the group already got: that is no second wish
@@ -80,12 +81,13 @@ async def _race(work: Coroutine[Any, Any, None], event: asyncio.Event, outcome: 
 
 async def up(topology: Topology, demo: str | None) -> None:
     """Returns after a signal or when the demo's answer is complete; raises CommandFailed when something broke."""
+    security = check_security(topology)
     check_ports(topology)
     console = Console(highlight=False)
     signals = Signals()
-    deployment = Deployment(topology.grace)
+    deployment = Deployment(topology.grace, security)
     try:
-        await signals.unless_interrupted(_serve(topology, demo, deployment, console))
+        await signals.unless_interrupted(_serve(topology, security, demo, deployment, console))
     except Interrupted:
         console.print(deployment.why_not_ready(), markup=False)
         console.print(f"stopping: requests have {topology.grace:g} s to finish, a second Ctrl-C stops at once")
@@ -94,19 +96,23 @@ async def up(topology: Topology, demo: str | None) -> None:
             await deployment.kill()
 
 
-async def _serve(topology: Topology, demo: str | None, deployment: Deployment, console: Console) -> None:
+async def _serve(
+    topology: Topology, security: Security, demo: str | None, deployment: Deployment, console: Console
+) -> None:
     with Phases(console) as phases:
         await _prepare_model(topology, phases)
         await _start(topology, deployment, phases)
     if demo is not None:
-        await _with_deaths(answer_and_report(topology.address, demo, console), deployment)
+        await _with_deaths(answer_and_report(topology.address, security, demo, console), deployment)
         return
-    await print_deployment(topology, deployment.log_dir, console)
+    await print_deployment(topology, security, deployment.log_dir, console)
     while True:
         death = await deployment.next_death()
-        if not deployment.can_serve():
-            raise death
-        console.print(f"{death}\nthe others go on", markup=False, style="yellow")
+        goes_on = deployment.can_serve()
+        then = "the others go on" if goes_on else f"stopping: requests have {topology.grace:g} s to finish"
+        console.print(f"{death}\n{then}", markup=False, soft_wrap=True, style="yellow")
+        if not goes_on:
+            raise CommandFailed(f"stopped, because {death.name} ended")
 
 
 async def _with_deaths(work: Coroutine[Any, Any, None], deployment: Deployment) -> None:

@@ -1,0 +1,50 @@
+"""The types of the flags that several commands share, with their help. Knows no command and imports nothing of ours.
+
+The security flags are those of every process (wire.flags) and can be given as the same environment variables, so
+that a shell that is set up once needs none of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+SECURITY = "Security"  # the panel of these flags in --help
+
+Address = Annotated[str, typer.Option(help="The router's gRPC address, host:port.")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Stop after so many tokens (default: as many as fit).")]
+Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, help="0 always takes the likeliest token.")]
+TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this total mass.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same text.")]
+
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(envvar="PAGEWIRE_TOKEN_FILE", help="File with the deployment's token.", rich_help_panel=SECURITY),
+]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(envvar="PAGEWIRE_TLS_CERT", help="PEM file of the certificate to show.", rich_help_panel=SECURITY),
+]
+TlsKey = Annotated[
+    Path | None, typer.Option(envvar="PAGEWIRE_TLS_KEY", help="PEM file of its key.", rich_help_panel=SECURITY)
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PAGEWIRE_TLS_CA",
+        help="PEM file of the authority that signed all certificates.",
+        rich_help_panel=SECURITY,
+    ),
+]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure",
+        envvar="PAGEWIRE_INSECURE",
+        help="Listen on a public address with neither mTLS nor a token.",
+        rich_help_panel=SECURITY,
+    ),
+]

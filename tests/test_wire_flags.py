@@ -1,0 +1,95 @@
+"""Flags that every process has: passed on as they were typed, and refused before anything listens."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from pagewire.cli import app
+from wire.flags import BadOption, Parser, SecurityFlags, add_security_flags, security_of, variable, whole
+from wire.security import InsecureAddress, Security
+
+TLS = Path(__file__).parent / "tls"
+FILES = SecurityFlags(None, TLS / "host.pem", TLS / "host.key", TLS / "ca.pem")
+
+
+def parser() -> Parser:
+    made = Parser("pagewire test", "A test.")
+    add_security_flags(made)
+    made.add_argument("--name", action="append")
+    made.add_argument("--size", type=whole(1, 9))
+    return made
+
+
+def test_what_was_typed_is_what_a_started_process_reads(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    typed = SecurityFlags(token, FILES.tls_cert, FILES.tls_key, FILES.tls_ca, insecure=True)
+    read = security_of(parser().read(typed.argv(), {}))
+    assert read == typed.read() == Security("secret", FILES.tls_cert, FILES.tls_key, FILES.tls_ca, True)
+    assert SecurityFlags().argv() == ()
+
+
+def test_a_variable_stands_for_a_flag_that_is_not_given() -> None:
+    environ = {"PAGEWIRE_NAME": "-a", "PAGEWIRE_SIZE": "3", "PAGEWIRE_INSECURE": "true"}
+    given = parser().read([], environ)
+    assert (given.name, given.size, given.insecure) == (["-a"], 3, True)
+    assert parser().read(["--name=b", "--size", "4"], environ).name == ["b"]
+    with pytest.raises(BadOption, match=r"--size: must be a whole number in \[1, 9\], got '10'"):
+        parser().read([], {"PAGEWIRE_SIZE": "10"})
+
+
+def test_the_command_line_has_the_flags_of_the_processes_under_the_same_variables() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    flags = {f"--{each.name.replace('_', '-')}" for each in fields(SecurityFlags)}
+    for name, wanted in (
+        ("up", flags),
+        *((each, flags - {"--insecure"}) for each in ("generate", "chat", "ps", "health")),
+    ):
+        found = {
+            parameter.opts[0]: parameter.envvar for parameter in commands[name].params if parameter.opts[0] in flags
+        }
+        assert found == {flag: variable(flag) for flag in wanted}, name
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty"),
+        (b"caf\xe9", "is not UTF-8"),
+        (b"two\nlines", "one line"),
+        ("café".encode(), "printable ASCII"),
+    ],
+)
+def test_a_token_that_no_header_can_carry_is_refused(content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "token").write_bytes(content)
+    with pytest.raises(BadOption, match=words):
+        SecurityFlags(tmp_path / "token").read()
+
+
+# ---- certificates -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "127.0.0.1", "127.0.0.2", "localhost"])
+def test_a_certificate_is_accepted_for_the_names_that_it_has(name: str) -> None:
+    FILES.read().check_files(name)
+
+
+@pytest.mark.parametrize(
+    ("cert", "key", "ca", "name", "words"),
+    [
+        ("elsewhere.pem", "host.key", "ca.pem", "127.0.0.1", "not valid for '127.0.0.1'"),
+        ("host.pem", "host.key", "host.pem", "", "unable to get local issuer certificate"),
+        ("ca.pem", "host.key", "ca.pem", "", "key values mismatch"),
+        ("host.key", "host.key", "ca.pem", "", "is not a PEM file of its kind"),
+    ],
+)
+def test_files_with_which_every_handshake_would_fail_are_named(
+    cert: str, key: str, ca: str, name: str, words: str
+) -> None:
+    with pytest.raises(InsecureAddress, match=words) as caught:
+        Security(None, TLS / cert, TLS / key, TLS / ca).check_files(name)
+    assert cert in str(caught.value) and "\n" not in str(caught.value)
