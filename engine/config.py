@@ -78,6 +78,14 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
 
+    @property
+    def num_parameters(self) -> int:
+        """Of the weights that are kept; biases are left out."""
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = self.hidden_size * (2 * query + 2 * key + 3 * self.intermediate_size + 2)
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.num_layers * layer + self.hidden_size
+
     @classmethod
     def from_dir(cls, path: str | Path) -> ModelConfig:
         """Raises ModelError, one sentence, when there is no config.json or we cannot serve what it describes."""
@@ -101,29 +109,29 @@ class ModelConfig:
     def _from_supported(
         cls, architecture: str, config: Mapping[str, Any], generation: Mapping[str, Any]
     ) -> ModelConfig:
-        heads = config["num_attention_heads"]
-        max_position = config["max_position_embeddings"]
+        heads = _count(config, "num_attention_heads")
+        max_position = _count(config, "max_position_embeddings")
         mistral = architecture == "MistralForCausalLM"
         return cls(
             architecture=architecture,
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
+            vocab_size=_count(config, "vocab_size"),
+            hidden_size=_count(config, "hidden_size"),
+            intermediate_size=_count(config, "intermediate_size"),
+            num_layers=_count(config, "num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            num_kv_heads=_count(config, "num_key_value_heads", heads),
+            head_dim=_count(config, "head_dim", _count(config, "hidden_size") // heads),
+            rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
             max_position_embeddings=max_position,
             rope=_rope(config, max_position),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
             # A Llama config may carry a stray sliding_window, which its architecture ignores.
-            sliding_window=config.get("sliding_window") if mistral else None,
+            sliding_window=_count(config, "sliding_window", 0) or None if mistral else None,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
             bos_token_id=generation.get("bos_token_id", config.get("bos_token_id")),
-            eos_token_ids=_ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id")),
+            eos_token_ids=_ids(config, "eos_token_id") | _ids(generation, "eos_token_id"),
         )
 
     def __post_init__(self) -> None:
@@ -189,40 +197,73 @@ def _contents(folder: Path) -> str:
 def _check_supported(config: Mapping[str, Any]) -> str:
     """The architecture's name, or ModelError."""
     supported = ", ".join(SUPPORTED_ARCHITECTURES)
-    named = config.get("architectures") or [f"(no architecture, model_type {config.get('model_type')!r})"]
+    named = _strings(config, "architectures") or [f"(no architecture, model_type {config.get('model_type')!r})"]
     found = next((name for name in named if name in SUPPORTED_ARCHITECTURES), None)
     if found is None:
         raise ModelError(f"the architecture {', '.join(named)} is not supported; supported are {supported}")
     if config.get("auto_map"):
         raise ModelError("config.json has auto_map, which asks to run the model's own code; we never do")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+    if quantization := _mapping(config, "quantization_config"):
+        method = quantization.get("quant_method", "unknown")
         raise ModelError(f"the weights are quantized ({method}), which is not supported yet; use the unquantized model")
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ModelError(f"the activation {activation} is not supported; a Llama uses silu")
     return found
 
 
+def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """KeyError when it is absent and has no default, ModelError when it is no count."""
+    value = config[name] if default is None else config.get(name)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"config.json: {name} must be a whole number of at least 1, got {value!r}")
+    return value
+
+
+def _number(fields: Mapping[str, Any], name: str, default: float) -> float:
+    value = fields.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ModelError(f"config.json: {name} must be a number, got {value!r}")
+    return float(value)
+
+
+def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = config.get(name) or {}
+    if not isinstance(value, dict):
+        raise ModelError(f"config.json: {name} must be an object, got {value!r}")
+    return value
+
+
+def _strings(config: Mapping[str, Any], name: str) -> list[str]:
+    value = config.get(name) or []
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise ModelError(f"config.json: {name} must be a list of strings, got {value!r}")
+    return value
+
+
 def _rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
     """rope_parameters of transformers 5, or rope_theta and rope_scaling of 4."""
-    parameters: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
+    parameters = _mapping(config, "rope_parameters") or _mapping(config, "rope_scaling")
+    theta = _number(parameters, "rope_theta", _number(config, "rope_theta", 10000.0))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in SUPPORTED_ROPE:
         raise ModelError(f"rope scaling {kind!r} is not supported; supported are {', '.join(SUPPORTED_ROPE)}")
     if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ModelError("a rotary embedding over part of a head (partial_rotary_factor) is not supported")
     return RopeConfig(
-        theta=float(theta),
+        theta=theta,
         kind=kind,
-        factor=float(parameters.get("factor", 1.0)),
-        low_freq_factor=float(parameters.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(parameters.get("high_freq_factor", 4.0)),
-        original_max_position=int(parameters.get("original_max_position_embeddings", max_position)),
+        factor=_number(parameters, "factor", 1.0),
+        low_freq_factor=_number(parameters, "low_freq_factor", 1.0),
+        high_freq_factor=_number(parameters, "high_freq_factor", 4.0),
+        original_max_position=_count(parameters, "original_max_position_embeddings", max_position),
     )
 
 
-def _ids(value: int | list[int] | None) -> frozenset[int]:
-    if value is None:
-        return frozenset()
-    return frozenset([value] if isinstance(value, int) else value)
+def _ids(config: Mapping[str, Any], name: str) -> frozenset[int]:
+    value = config.get(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+        raise ModelError(f"{name} must be a token id or a list of them, got {value!r}")
+    return frozenset(ids)

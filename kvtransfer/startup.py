@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from engine.loader import ModelSource
     from engine.runner import ModelRunner
 
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
 Say = Callable[[str], None]
 Assemble = Callable[[WorkerOptions, Say], "Engine"]
 
@@ -105,6 +107,12 @@ def engine_config(options: WorkerOptions, model: ModelConfig, layout: KvLayout) 
     total = psutil.virtual_memory().total
     if options.kv_memory > total:
         raise CannotStart(f"--kv-memory is {options.kv_memory} bytes and this machine has {total}")
+    weights = model.num_parameters * BYTES[layout.dtype]
+    if weights + options.kv_memory > total:
+        raise CannotStart(
+            f"the weights take {weights} bytes in {layout.dtype} and --kv-memory {options.kv_memory}, "
+            f"and this machine has {total}: a smaller model, or another --dtype, may fit"
+        )
     if blocks < 2:
         raise CannotStart(
             f"--kv-memory of {options.kv_memory} bytes holds {blocks} KV blocks of {layout.block_bytes} bytes; "

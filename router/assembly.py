@@ -19,6 +19,7 @@ from router.metrics import Counts
 from router.preparing import ServedModel, prepare
 from router.servicer import Deadlines, GenerationService
 from router.sessions import Sessions
+from router.text.chat import BadTemplate
 from router.text.model import TextModel
 from router.text.tokenizer import NoTokenizer
 from router.workers import Role
@@ -71,7 +72,7 @@ class Router:
         self._model.progress("loading the tokenizer")
         try:
             self._model.set(await asyncio.to_thread(TextModel, names, prepared.directory))
-        except NoTokenizer as error:
+        except (NoTokenizer, BadTemplate) as error:
             raise CannotServe(str(error)) from error
         self._dispatcher.workers.model_digest = prepared.digest
         await self._sessions.run(self._driver)
@@ -97,8 +98,9 @@ class Router:
         grace = self._settings.grace
         until = time.monotonic() + grace
         if not self._dispatcher.idle:
-            self._say(f"draining: {len(self._dispatcher.flows)} requests have {grace:g} s to end; "
-                      "a second signal ends at once")  # fmt: skip
+            count = len(self._dispatcher.flows)
+            running = f"{count} requests have" if count > 1 else "one request has"
+            self._say(f"draining: {running} {grace:g} s to end; a second signal ends at once")
         while not self._dispatcher.idle and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
         self._driver.hand_back()

@@ -99,12 +99,23 @@ def test_a_folder_without_config_lists_what_is_there(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "activation gelu"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'.*llama3"),
         ({"num_key_value_heads": 5}, "32 attention heads"),
+        ({"hidden_size": "4096"}, "hidden_size must be a whole number of at least 1, got '4096'"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number of at least 1, got 0"),
+        ({"rms_norm_eps": None}, "rms_norm_eps must be a number, got None"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
+        ({"rope_scaling": {"type": "linear", "factor": "4"}}, "factor must be a number, got '4'"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of strings"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list of them, got '</s>'"),
     ],
 )
 def test_what_we_cannot_serve_is_refused_in_one_sentence(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence) as error:
         ModelConfig.from_dict(BASE | change)
     assert "\n" not in str(error.value)
+
+
+def test_parameters_are_counted_as_transformers_counts_them() -> None:
+    assert ModelConfig.from_dict(BASE).num_parameters == 8_030_261_248
 
 
 def test_a_missing_or_broken_file_names_what_is_wrong(tmp_path: Path) -> None:

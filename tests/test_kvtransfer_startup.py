@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.config import ModelConfig, RopeConfig
@@ -36,6 +38,12 @@ def test_sizes_that_cannot_be_are_refused_with_the_numbers(argv: list[str], sent
     with pytest.raises(CannotStart) as caught:
         engine_config(parse(ROLE, ["--model", "m", *argv], {}), MODEL, LAYOUT)
     assert str(caught.value).startswith(sentence)
+
+
+def test_weights_that_this_machine_cannot_hold_are_refused_before_they_are_read() -> None:
+    huge = replace(MODEL, num_layers=10**7)
+    with pytest.raises(CannotStart, match=r"the weights take \d+ bytes in float32 and --kv-memory 1048576, and this"):
+        engine_config(parse(ROLE, ["--model", "m", "--kv-memory", "1MiB"], {}), huge, LAYOUT)
 
 
 def test_an_unknown_model_is_refused_with_what_is_known() -> None:

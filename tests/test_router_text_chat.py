@@ -9,7 +9,7 @@ import pytest
 from router_front import make_model_dir
 
 from engine.types import InvalidField
-from router.text.chat import ChatTemplate, parse_messages, parse_template_arguments
+from router.text.chat import BadTemplate, ChatTemplate, parse_messages, parse_template_arguments
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -119,3 +119,20 @@ def test_text_parts_are_joined_and_a_tool_call_needs_no_content() -> None:
 def test_template_arguments_may_not_replace_what_the_router_passes(text: str) -> None:
     with pytest.raises(InvalidField):
         parse_template_arguments(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("chat_template.jinja", "a\n{% if %}", "has an error in line 2"),
+        ("tokenizer_config.json", "[1]", "cannot be read"),
+        ("tokenizer_config.json", "{", "cannot be read"),
+    ],
+)
+def test_a_template_that_cannot_be_read_is_refused_at_the_start(
+    name: str, content: str, words: str, tmp_path: Path
+) -> None:
+    (make_model_dir(tmp_path) / name).write_text(content)
+    with pytest.raises(BadTemplate, match=words) as caught:
+        ChatTemplate.load(tmp_path)
+    assert str(tmp_path) in str(caught.value)

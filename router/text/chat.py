@@ -35,6 +35,10 @@ _UNRENDERABLE = (
 Message = dict[str, Any]
 
 
+class BadTemplate(Exception):
+    """The directory's chat template cannot be read; str() is one sentence."""
+
+
 class _TemplateError(jinja2.TemplateError):
     """The template itself refused the messages (raise_exception)."""
 
@@ -82,11 +86,18 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: Path) -> ChatTemplate | None:
-        """None if the model has no chat template."""
+        """None if the model has no chat template. Raises BadTemplate."""
         config_path = directory / "tokenizer_config.json"
-        config = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
-        source = _source(directory, config)
-        return None if source is None else cls(source, _special_tokens(config))
+        try:
+            config = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
+            source = _source(directory, config)
+            return None if source is None else cls(source, _special_tokens(config))
+        except jinja2.TemplateSyntaxError as error:
+            raise BadTemplate(
+                f"the chat template of {directory} has an error in line {error.lineno}: {error}"
+            ) from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise BadTemplate(f"{config_path} or the chat template beside it cannot be read: {error}") from error
 
     def render(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str:
         variables = {"add_generation_prompt": True, **self._special_tokens, **arguments}
