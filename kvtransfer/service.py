@@ -21,7 +21,15 @@ from engine.messages import Heartbeat, PullDone, PullEvent, PullOpen, PullReques
 from kvtransfer.actions import Action, ClosePull, CloseStream, OpenPull, SendBlock, ToOwner, ToPuller
 from kvtransfer.transports.grpc_bytes import Cache, CorruptBlock, Destinations, Receiver, chunks
 from protos import worker_pb2_grpc
-from wire.codec import InvalidMessage, pull_event_from_pb, pull_event_to_pb, pull_request_from_pb, pull_request_to_pb
+from wire.codec import (
+    UNREADABLE,
+    InvalidMessage,
+    pull_event_from_pb,
+    pull_event_to_pb,
+    pull_request_from_pb,
+    pull_request_to_pb,
+    readable,
+)
 from wire.liveness import HEARTBEAT_S, SILENCE_S, TICK_S, Liveness
 from wire.logs import get_logger
 from wire.session import Outbound
@@ -128,7 +136,8 @@ class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
         handler = asyncio.current_task()
         assert handler is not None, "a Pull handler runs in a task"
         watch = _Watch(outbound, lambda sequence: ToPuller(pull, Heartbeat(sequence)), handler.cancel)
-        tasks = [asyncio.create_task(self._read(pull, request_iterator, watch)), asyncio.create_task(watch.run())]
+        reading = asyncio.create_task(self._read(pull, request_iterator, watch))
+        tasks: list[asyncio.Task[Any]] = [reading, asyncio.create_task(watch.run())]
         try:
             async for action in outbound.drain():
                 with watch.writing():
@@ -136,6 +145,8 @@ class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
                         await context.write(pull_event_to_pb(action.event))
                     else:
                         await self._send(action, outbound, context)
+            if reading.done() and (complaint := reading.result()):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the puller sent nonsense: {complaint}")
         finally:
             outbound.close()
             del self._streams[pull]
@@ -144,16 +155,19 @@ class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
                 log.warning("pull_silent", pull=pull)
             await _cancel(tasks)
 
-    async def _read(self, pull: int, requests: AsyncIterator[Any], watch: _Watch) -> None:
+    async def _read(self, pull: int, requests: AsyncIterator[Any], watch: _Watch) -> str:
+        """Until the puller has said all. Returns what is wrong with its last message; "" if nothing is."""
         try:
             async for message in requests:
                 watch.heard()
                 self._apply(self._core.pull_message(pull, pull_request_from_pb(message), time.monotonic()))
-        except InvalidMessage as error:
+        except UNREADABLE as error:
             log.warning("pull_invalid_message", pull=pull, error=str(error))
+            return str(error)
         finally:
             if pull in self._streams:
                 self._streams[pull].close()
+        return ""
 
     async def _send(
         self, action: SendBlock, outbound: Outbound[ToPuller | SendBlock], context: grpc.aio.ServicerContext
@@ -246,7 +260,7 @@ class PullClients:
                 return  # closed before it began
             async for event in call:
                 watch.heard()
-                self._on_event(pull, stream, event)
+                self._on_event(pull, stream, readable(event))
         except (InvalidMessage, grpc.aio.AioRpcError) as error:
             log.warning("pull_broken", pull=pull, owner=address, error=_why(error))
         except asyncio.CancelledError:
@@ -296,7 +310,7 @@ def _why(error: InvalidMessage | grpc.aio.AioRpcError) -> str:
     return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
 
 
-async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     tasks = list(tasks)
     for task in tasks:
         task.cancel()

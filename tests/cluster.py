@@ -91,6 +91,11 @@ class Cluster:
     def log(self, name: str) -> str:
         return "\n".join(readable(line) for line in self._log(name).read_text("utf-8", "replace").splitlines()[-40:])
 
+    def tracebacks(self, name: str) -> list[str]:
+        """Lines of its whole log that tell of an exception which nobody expected."""
+        lines = self._log(name).read_text("utf-8", "replace").splitlines()
+        return [line for line in lines if "Traceback" in line or "exception was never retrieved" in line]
+
     def pids(self) -> set[int]:
         return {process.pid for process in self.processes.values()}
 

@@ -272,8 +272,9 @@ async def test_a_request_without_content_ends_its_own_stream_and_no_other(pair: 
     for nonsense in (worker_pb2.PullRequest(), worker_pb2.PullRequest(done=worker_pb2.PullDone())):
         async with raw_call(pair) as call:
             await call.write(nonsense)
-            while await call.read() is not grpc.aio.EOF:
-                pass
+            with contextlib.suppress(grpc.aio.AioRpcError):  # its status, where the stream ends with one
+                while await call.read() is not grpc.aio.EOF:
+                    pass
     await until(lambda: len(pair.service) == 1)
     assert pull not in pair.puller.failed
 
@@ -357,3 +358,37 @@ async def test_bytes_that_are_not_what_was_announced_fail_the_pull(lie: str, fre
         assert near.puller.failed[pull] is Reason.COPY_FAILED
         assert near.puller.pool.available == 16
         await near.clients.close()
+
+
+async def test_bytes_of_an_owner_that_are_no_message_fail_the_pull(free_port: int) -> None:
+    async def answer(requests: object, context: object) -> AsyncIterator[bytes]:
+        yield b"\xff\xff"
+        await asyncio.sleep(60)
+
+    server = open_server(Security(), internal=True)
+    handlers = {"Pull": grpc.stream_stream_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("pagewire.v1.KvTransferService", handlers)])
+    server.add_insecure_port(f"127.0.0.1:{free_port}")
+    await server.start()
+    side = PullSide(Puller(16, BLOCK_BYTES))
+    try:
+        pull = side.start(Ticket(9, Node("n", 1, f"127.0.0.1:{free_port}"), 8, 2, 60.0), PLACED)
+        await until(lambda: side.puller.failed.get(pull) is Reason.COPY_FAILED and pull in side.puller.drained)
+    finally:
+        await side.clients.close()
+        await server.stop(None)
+
+
+async def test_nonsense_of_a_puller_ends_its_stream_with_a_sentence(pair: Pair) -> None:
+    ticket = pair.owner.accept(KEY, 8, 0.0)
+    opening = pull_request_to_pb(PullOpen(ticket.id, PLACED, 77, "grpc", layout_digest(layout(BLOCK_BYTES))))
+    channel = connect(ticket.owner.address)
+    for nonsense in (b"\xff\xff", b""):
+        said = iter([opening.SerializeToString(), nonsense])
+        with pytest.raises(grpc.aio.AioRpcError, match="nonsense") as refused:
+            async for _ in channel.stream_stream("/pagewire.v1.KvTransferService/Pull")(said):
+                pass
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await channel.close()
+    assert ticket.id in pair.owner.outbox, "the ticket is still good for another"
+    pair.revoke(ticket)

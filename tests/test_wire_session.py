@@ -170,6 +170,31 @@ async def test_a_stream_without_hello_is_refused_with_a_sentence() -> None:
         await channel.close()
 
 
+async def test_nonsense_of_a_router_ends_its_session_with_a_sentence() -> None:
+    hello = codec.prefill_command_to_pb(m.RouterHello("r", 1, 5)).SerializeToString()
+    worker = RecordingWorker()
+    async with served(worker) as address, grpc.aio.insecure_channel(address) as channel:
+        for after in ([b"\xff\xff"], [hello], [b""]):
+            call = channel.stream_stream("/pagewire.v1.PrefillService/Attach")(iter([hello, *after]))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                async for _ in call:
+                    pass
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "nonsense" in refused.value.details()
+        call = channel.stream_stream("/pagewire.v1.PrefillService/Attach")(iter([b"\xff\xff"]))
+        with pytest.raises(grpc.aio.AioRpcError, match="begins with the router's hello"):
+            await call.read()
+        await until(lambda: worker.closed == [5, 5, 5])
+    assert worker.commands == []
+
+
+async def test_nonsense_of_a_worker_ends_the_session_at_its_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec.wpb.PrefillEvent, "SerializeToString", lambda event: b"\xff\xff", raising=False)
+    async with served(RecordingWorker()) as address:
+        with pytest.raises(SessionOver, match="does not parse"):
+            await Router(address).run()
+
+
 async def test_a_slow_reader_cannot_make_the_queue_grow_without_bound() -> None:
     outbound: Outbound[int] = Outbound(limit=3)
     for number in range(10):

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
 
 from engine import messages as m
 from engine.types import Candidate, FinishReason, InvalidField, SamplingParams, Token, TokenLogprob
@@ -22,6 +23,16 @@ MAX_DURATION_S = 10 * 366 * 86400.0
 
 class InvalidMessage(ValueError):
     """A peer sent a message that no version of this program sends."""
+
+
+UNREADABLE = (InvalidMessage, DecodeError)  # what reading from a peer raises: grpc parses the bytes as they are read
+
+
+def readable(message: Any) -> Any:
+    """A client's grpc gives None for a message that does not parse, where a server's raises DecodeError."""
+    if message is None:
+        raise InvalidMessage("its bytes are no message of this protocol")
+    return message
 
 
 def to_duration(seconds: float) -> Duration:

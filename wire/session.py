@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 
 from engine.messages import Heartbeat, RouterHello, WorkerHello, WorkerLoad
-from wire.codec import InvalidMessage
+from wire.codec import UNREADABLE, InvalidMessage, readable
 from wire.liveness import HEARTBEAT_S, TICK_S, Liveness
 from wire.logs import get_logger
 
@@ -92,16 +92,21 @@ async def serve(
     handler = asyncio.current_task()
     assert handler is not None, "an Attach handler runs in a task"
     liveness = Liveness(time.monotonic())
+    complaint = ""
 
     async def read() -> None:
+        nonlocal complaint
         try:
             async for message in requests:
                 liveness.heard(time.monotonic())
                 command = from_pb(message)
+                if isinstance(command, RouterHello):
+                    raise InvalidMessage("a second hello")
                 if not isinstance(command, Heartbeat):
                     worker.session_command(router.session, command)
-        except InvalidMessage as error:
-            log.warning("session_invalid_message", router=router.router, error=str(error))
+        except UNREADABLE as error:
+            complaint = str(error)
+            log.warning("session_invalid_message", router=router.router, error=complaint)
         finally:
             outbound.close()
 
@@ -121,6 +126,8 @@ async def serve(
         yield to_pb(hello)
         async for event in outbound.drain():
             yield to_pb(event)
+        if complaint:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the router sent nonsense: {complaint}")
     finally:
         outbound.close()
         worker.session_closed(router.session, outbound)
@@ -133,7 +140,7 @@ async def _read_hello(
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             first = from_pb(await anext(requests))
-    except (TimeoutError, StopAsyncIteration, InvalidMessage):
+    except (TimeoutError, StopAsyncIteration, *UNREADABLE):
         first = None
     if not isinstance(first, RouterHello):
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session begins with the router's hello")
@@ -178,7 +185,7 @@ async def attach(
         greeted = False
         async for message in call:
             liveness.heard(time.monotonic())
-            event = from_pb(message)
+            event = from_pb(readable(message))
             if greeted:
                 on_event(event)
             elif isinstance(event, WorkerHello):
