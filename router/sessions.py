@@ -81,6 +81,11 @@ class Sessions:
         pairs = {(role, address) for (role, _), found in self._resolved.items() for address in found}
         return sorted(pairs, key=lambda pair: (pair[0].value, pair[1]))
 
+    def _name_of(self, role: Role, address: str) -> str:
+        """The host of the first target that leads to this address: its certificate is for that name."""
+        named = [target for (each, target), found in self._resolved.items() if each is role and address in found]
+        return split_target(named[0])[0] if named else ""
+
     async def _resolve_all(self) -> None:
         for role, target in self._targets:
             try:
@@ -127,7 +132,7 @@ class Sessions:
             log.info("session_open", worker=address, stage=role.value, name=hello.node.name)
             driver.worker_up(address, role, hello)
 
-        channel = open_channel(address, self._security, internal=True)
+        channel = open_channel(address, self._security, internal=True, name=self._name_of(role, address))
         self._session += 1
         hello = RouterHello(self._name, self._incarnation, self._session)
         try:

@@ -44,9 +44,10 @@ _SERVER = (
 )
 
 
-def open_channel(address: str, security: Security, *, internal: bool) -> grpc.aio.Channel:
+def open_channel(address: str, security: Security, *, internal: bool, name: str = "") -> grpc.aio.Channel:
     """A channel to host:port. The caller closes it, after cancelling its calls.
 
+    `name` is what the certificate must be for, where the address was looked up from a name; else the address's host.
     A subchannel pool of its own: a broken connection to one peer is never shared with another session.
     """
     options = [
@@ -62,6 +63,8 @@ def open_channel(address: str, security: Security, *, internal: bool) -> grpc.ai
     credentials = security.channel_credentials()
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    if name:
+        options.append(("grpc.ssl_target_name_override", name))
     return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
 
 
