@@ -45,6 +45,7 @@ from kvtransfer.jobs import JobKey, Tombstones
 from kvtransfer.ticket import layout_digest
 
 LOCAL = "local"
+CREDIT_PATIENCE = 0.5  # seconds without credit, after which a running slot gives way to one that waits
 
 
 class Decoder:
@@ -181,7 +182,8 @@ class Decoder:
             self.ignored["unknown_credit"] += 1
             return []
         job.until_index = max(job.until_index, until_index)
-        job.slot.credit = job.has_credit
+        if job.has_credit:
+            job.slot.credit, job.slot.parked, job.no_credit_since = True, False, None
         return self._settle(now)
 
     # ---- blocks arrive --------------------------------------------------------------------------------------------
@@ -275,14 +277,19 @@ class Decoder:
         while True:
             if self._in_flight is None:
                 coming = sum(map(len, self._draining_blocks.values()))
-                for victim in self.scheduler.grow(coming):
-                    job = self._by_slot[victim.id]
-                    actions.append(_failed(job, Reason.OUT_OF_BLOCKS, resumable=True))
-                    self._forget(job, now)
-            slot = self.scheduler.admit()
-            if slot is None:
+                actions += self._preempt(self.scheduler.grow(coming), now)
+            if (slot := self.scheduler.admit()) is not None:
+                actions += self._admitted(self._by_slot[slot.id], now)
+                continue
+            if not (victims := self.scheduler.in_the_way()):
                 return actions
-            actions += self._admitted(self._by_slot[slot.id], now)
+            actions += self._preempt(victims, now)
+
+    def _preempt(self, victims: Iterable[Slot], now: float) -> list[Action]:
+        jobs = [self._by_slot[victim.id] for victim in victims]
+        for job in jobs:
+            self._forget(job, now)
+        return [_failed(job, Reason.OUT_OF_BLOCKS, resumable=True) for job in jobs]
 
     def _admitted(self, job: Job, now: float) -> list[Action]:
         job.admitted = now
@@ -416,6 +423,7 @@ class Decoder:
                 actions.append(_failed(job, Reason.DEADLINE, resumable=False))
                 actions += self._end(job, now)
         actions += self._absorb(self.inbox.tick(now), now)
+        self._park(now)
         if self.draining and now >= self._drain_until:
             for job in list(self._jobs.values()):
                 actions.append(_failed(job, Reason.DRAINING, resumable=True))
@@ -424,6 +432,15 @@ class Decoder:
         actions += self._settle(now)
         load = self.load()
         return actions + [self._load_for(s) for s in self.sessions if self._sent_load.get(s) != load]
+
+    def _park(self, now: float) -> None:
+        for slot in self.scheduler.running:
+            if slot.credit:
+                continue
+            job = self._by_slot[slot.id]
+            if job.no_credit_since is None:
+                job.no_credit_since = now
+            slot.parked = now - job.no_credit_since >= CREDIT_PATIENCE
 
     def drain(self, grace: float, now: float) -> list[Action]:
         """Refuses what is new and runs on; what is left after `grace` is handed back to its routers."""

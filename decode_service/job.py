@@ -38,6 +38,7 @@ class Job:
     first: FirstToken | None = None  # of adopted blocks that wait for their turn
     admitted: float | None = None
     running_since: float | None = None
+    no_credit_since: float | None = None  # of a running slot, as the last tick saw it
     over: bool = False
 
     @property

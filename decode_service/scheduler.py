@@ -3,7 +3,8 @@
 A slot is waiting, arriving (its blocks are being copied in), running, or running and stalled. The rule is late
 binding under promises: a slot arrives only when everything it needs is promised to it, so an arriving slot never
 waits for a block and is never a victim; a running slot grows by one block at a time, and when none is left the
-newest running slot gives way. Age decides, and age is kept over attempts, so nothing starves.
+newest running slot gives way. A running slot whose client has not read for a while keeps nobody else waiting: it
+gives way to an arrival. Age decides, and age is kept over attempts, so nothing starves.
 
 Knows nothing of sessions, messages, transports or time. It takes blocks; giving them back is left to the decoder,
 which alone knows when nothing writes into them any more.
@@ -37,6 +38,7 @@ class Slot:
     hashes: Sequence[bytes] = ()  # chain digests of the prompt's full blocks
     lent: bool = False
     credit: bool = True
+    parked: bool = False  # runs and has had no credit for a while
     length: int = 0
     blocks: list[int] = field(default_factory=list)
     held: int = 0
@@ -103,15 +105,10 @@ class DecodeScheduler:
         if not self.waiting or not self._free_seats or self.stalled:
             return None
         slot = min(self.waiting, key=lambda each: each.order)
-        alone = not self.arriving and not self.running
-        wanted = self.blocks_for(slot.num_tokens + (0 if alone else 1))
+        wanted = self._wanted(slot, len(self.running))
         spare = self.unpromised - self.headroom * len(self.running)
-        if slot.lent:
-            held: list[int] = []
-            wanted -= self.blocks_for(slot.num_tokens)
-        else:
-            held = reusable(self.pool, slot.hashes, slot.num_tokens, self.block_size)
-            wanted -= len(held)
+        held = self._reusable(slot)
+        wanted -= len(held)
         if wanted > spare:
             return None
         for block in held:  # referenced before they are counted: an unreferenced cached block was counted as spare
@@ -127,6 +124,37 @@ class DecodeScheduler:
         slot.seat = self._free_seats.pop()
         self.arriving.append(slot)
         return slot
+
+    def in_the_way(self) -> list[Slot]:
+        """Parked slots, the newest first, that must leave for the oldest waiting slot to arrive: as few as it takes.
+
+        Empty if it has no credit itself, or if they would not be enough. A parked slot is in no step.
+        """
+        parked = sorted((slot for slot in self.running if slot.parked), key=lambda each: each.order, reverse=True)
+        if not parked or not self.waiting or self.stalled:
+            return []
+        slot = min(self.waiting, key=lambda each: each.order)
+        if not slot.credit:
+            return []
+        # A held block that nobody references counts as spare and is used up by holding it.
+        held = {block for block in self._reusable(slot) if self.pool.refs(block)}
+        freed: set[int] = set()
+        for count, victim in enumerate(parked, 1):
+            freed.update(block for block in victim.blocks if block != UNBOUND and self.pool.refs(block) == 1)
+            left = len(self.running) - count
+            wanted = self._wanted(slot, left) - len(held - freed)
+            if wanted <= self.unpromised + len(freed) - self.headroom * left:
+                return parked[:count]
+        return []
+
+    def _wanted(self, slot: Slot, running: int) -> int:
+        """Blocks to promise, before those that are held: the prompt's, and the next token's unless it would be alone."""
+        alone = not self.arriving and not running
+        whole = self.blocks_for(slot.num_tokens + (0 if alone else 1))
+        return whole - self.blocks_for(slot.num_tokens) if slot.lent else whole
+
+    def _reusable(self, slot: Slot) -> list[int]:
+        return [] if slot.lent else reusable(self.pool, slot.hashes, slot.num_tokens, self.block_size)
 
     # ---- arriving -> running --------------------------------------------------------------------------------------
 

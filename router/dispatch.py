@@ -244,6 +244,8 @@ class Dispatcher:
                     return self._without_worker(flow, each, now)
             if told := self._resolve(flow, now):
                 return told
+        elif role is Role.PREFILL and flow.unread:
+            return []  # until its client reads, or is given up as too slow
         fitting = [worker for worker in self.workers.eligible(role) if worker.capacity >= flow.max_total]
         if not fitting:
             return self._without_worker(flow, role, now)

@@ -121,6 +121,11 @@ class Flow:
         """The most tokens that it ever has, prompt and output; 0 while max_tokens is not resolved."""
         return len(self.asked.prompt_ids) + self.params.max_tokens if self.params.max_tokens is not None else 0
 
+    @property
+    def unread(self) -> bool:
+        """The client's window is used up: another attempt would hold blocks for what nobody takes."""
+        return len(self.log) >= self.credit.consumed + self.credit.window
+
     def start_prefill(self, address: str, now: float) -> list[FlowAction]:
         assert self.wants is Role.PREFILL and not self.legs, f"request {self.request} is placed already"
         self.attempt += 1

@@ -245,6 +245,68 @@ def test_a_paused_slot_does_not_hold_up_the_others() -> None:
     assert world.requests[2].over and not world.requests[1].over
 
 
+def pass_time(world: World, seconds: float) -> None:
+    """As the driver's ticker would."""
+    for _ in range(round(seconds / 0.25)):
+        world.now += 0.25
+        world.apply(world.core.tick(world.now))
+
+
+@pytest.mark.parametrize(("seats", "blocks"), [(2, 64), (8, 10)], ids=["every seat", "nearly every block"])
+def test_readers_that_do_not_read_keep_no_healthy_request_waiting(seats: int, blocks: int) -> None:
+    world = World(blocks, max_num_seqs=seats)
+    slow = [world.submit([number] * 11, 20, until=4) for number in (1, 2)]
+    world.transfer()
+    while world.step():
+        pass
+    assert [len(request.log) for request in slow] == [4, 4] and world.core.load().running == 2
+    healthy = world.submit([7] * 11, 12)
+    world.transfer()
+    assert not healthy.log, "a moment without credit costs nobody its place"
+    pass_time(world, 1.0)
+    assert [request.reasons for request in slow] == [[], [Reason.OUT_OF_BLOCKS]], "the newest leaves, and no more"
+    world.transfer()
+    while world.step():
+        pass
+    assert healthy.over
+    for request in slow:
+        world.credit(request, 1 << 30)
+    world.finish()
+
+
+def test_a_reader_that_does_not_read_keeps_its_place_where_its_leaving_would_help_nobody() -> None:
+    world = World(12, max_num_seqs=8)
+    slow = world.submit([1] * 7, 20, until=3)
+    arrived(world, [2] * 7, 400, until=6)
+    world.transfer()
+    while world.step():
+        pass
+    busy, large = world.requests[2], world.submit([3] * 43, 3)
+    for until in range(7, 15):  # it reads, and so it is never parked
+        world.credit(busy, until)
+        world.step()
+        pass_time(world, 0.25)
+    assert not large.log and not slow.reasons
+    for request in world.requests.values():
+        world.cancel(request)
+
+
+def test_of_those_who_wait_only_one_with_credit_displaces_another() -> None:
+    world = World(64, max_num_seqs=1)
+    slow = world.submit([1] * 7, 20, until=3)
+    world.transfer()
+    while world.step():
+        pass
+    other = world.submit([2] * 7, 20, until=1)
+    pass_time(world, 2.0)
+    assert not slow.reasons and not other.log
+    world.credit(other, 1 << 30)
+    world.transfer()
+    assert slow.reasons == [Reason.OUT_OF_BLOCKS] and other.log
+    world.credit(slow, 1 << 30)
+    world.finish()
+
+
 # ---- refusals -----------------------------------------------------------------------------------------------------
 
 

@@ -307,6 +307,39 @@ def test_a_worker_that_breaks_ends_the_request_with_an_error_id():
     assert world.ends[0].outcome.code == "INTERNAL" and world.ends[0].outcome.facts["error_id"] == "abc"
 
 
+def test_a_preempted_request_whose_client_does_not_read_starts_again_only_when_it_does():
+    world = World(credit_window=4, slow_client=30.0)
+    number = world.running(max_tokens=20)
+    for index in range(1, 4):
+        world.step(index, 100 + index)
+    starts = len(world.sent)
+    decode = world.last(DecodeStart)
+    failed = Failed(decode.command.key, Reason.OUT_OF_BLOCKS, resumable=True)
+    world.do(world.core.on_event(decode.address, Role.DECODE, failed, world.now))
+    for _ in range(100):
+        world.tick()
+    assert len(world.sent) == starts, "an attempt would hold blocks for what nobody takes"
+    world.do(world.core.consumed(number, 2, world.now))
+    start = world.last(PrefillStart).command
+    assert start.key.attempt == 2 and start.emitted == 4
+    world.accept()
+    assert world.last(DecodeStart).command.until_index == 6
+
+
+def test_a_preempted_request_whose_client_never_reads_is_ended_in_time():
+    world = World(credit_window=4, slow_client=30.0)
+    world.running(max_tokens=20)
+    for index in range(1, 4):
+        world.step(index, 100 + index)
+    decode = world.last(DecodeStart)
+    failed = Failed(decode.command.key, Reason.OUT_OF_BLOCKS, resumable=True)
+    world.do(world.core.on_event(decode.address, Role.DECODE, failed, world.now))
+    world.tick(29.0)
+    assert not world.ends
+    world.tick(2.0)
+    assert world.ends[0].outcome.code == "RESOURCE_EXHAUSTED" and world.core.idle
+
+
 def test_credit_follows_the_reader_and_a_slow_one_is_ended():
     world = World(credit_window=4)
     number = world.running(max_tokens=100)
