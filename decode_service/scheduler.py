@@ -148,7 +148,7 @@ class DecodeScheduler:
         return []
 
     def _wanted(self, slot: Slot, running: int) -> int:
-        """Blocks to promise, before those that are held: the prompt's, and the next token's unless it would be alone."""
+        """Blocks to promise, before those that are held: the prompt's, and the next token's unless it is alone."""
         alone = not self.arriving and not running
         whole = self.blocks_for(slot.num_tokens + (0 if alone else 1))
         return whole - self.blocks_for(slot.num_tokens) if slot.lent else whole
