@@ -29,6 +29,7 @@ from wire.logs import get_logger
 log = get_logger("router")
 
 LOOK_S = 0.05  # how often readiness and the end of a drain are looked at
+PATIENCE_S = 5.0  # how often it is said why nothing can be served, if that has changed
 
 
 class Router:
@@ -78,19 +79,33 @@ class Router:
         await self._sessions.run(self._driver)
 
     async def _watch(self, stop: asyncio.Event) -> None:
-        """Health says ready exactly while a request could be served."""
-        was_ready = False
+        """Health says ready exactly while a request could be served. Whoever waits long for it hears why."""
+        was_ready, said, since = False, "", time.monotonic()
         while True:
             ready = self._model.ready and self._dispatcher.workers.ready() and not stop.is_set()
             if ready != was_ready:
                 await self._health.set_ready(ready)
-                self._say("ready" if ready else "not ready: " + ("draining" if stop.is_set() else self._missing()))
-                was_ready = ready
+                said = "ready" if ready else self._not_ready(stop)
+                self._say(said)
+                was_ready, since = ready, time.monotonic()
+            elif not ready and self._model.ready and time.monotonic() - since > PATIENCE_S:
+                since = time.monotonic()
+                if (why := self._not_ready(stop)) != said:
+                    said = why
+                    self._say(said)
             await asyncio.sleep(LOOK_S)
 
-    def _missing(self) -> str:
+    def _not_ready(self, stop: asyncio.Event) -> str:
+        if stop.is_set():
+            return "not ready: draining"
         workers = self._dispatcher.workers
-        return "; ".join(workers.why_none(role) for role in Role if not workers.eligible(role))
+        reasons = [workers.why_none(role) for role in Role if not workers.eligible(role)]
+        absent = [
+            f"{address} ({why})"
+            for (role, address), why in sorted(self._sessions.absent.items(), key=lambda item: item[0][1])
+            if not workers.eligible(role)
+        ]
+        return "not ready: " + "; ".join(reasons + absent)
 
     async def _until_drained(self, stop: asyncio.Event) -> None:
         await stop.wait()

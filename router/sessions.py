@@ -14,6 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import grpc
+import grpc.aio
+
 from engine.messages import RouterHello, WorkerHello
 from protos import worker_pb2_grpc
 from router.actions import ToWorker
@@ -51,6 +54,7 @@ class Sessions:
         self._resolved: dict[tuple[Role, str], frozenset[str]] = {}  # addresses of each target, as last looked up
         self._tasks: dict[tuple[Role, str], asyncio.Task[None]] = {}
         self._known: dict[int, str] = {}  # incarnation of each attached worker process: its address
+        self.absent: dict[tuple[Role, str], str] = {}  # addresses without a session, and why the last one ended
 
     def send(self, action: ToWorker) -> None:
         """A command for a session that is gone is dropped: its end says all that the command could have said."""
@@ -107,6 +111,7 @@ class Sessions:
         while (role, address) in self._wanted():
             began = time.monotonic()
             greeted, why = await self._session_once(role, address, driver)
+            self.absent[role, address] = why
             if greeted:
                 log.warning("session_over", worker=address, stage=role.value, why=why)
             elif backoff == FIRST_BACKOFF_S:  # once, not on every try of a long absence
@@ -114,6 +119,7 @@ class Sessions:
             lasted = greeted and time.monotonic() - began > MOST_BACKOFF_S
             backoff = FIRST_BACKOFF_S if lasted else min(MOST_BACKOFF_S, 2 * backoff)
             await asyncio.sleep(backoff)
+        self.absent.pop((role, address), None)
 
     async def _session_once(self, role: Role, address: str, driver: Driver) -> tuple[bool, str]:
         """One session from its opening to its end: whether the worker greeted, and why it ended."""
@@ -129,6 +135,7 @@ class Sessions:
             incarnation = hello.node.incarnation
             self._known[incarnation] = address
             self._outbound[role, address] = outbound
+            self.absent.pop((role, address), None)
             log.info("session_open", worker=address, stage=role.value, name=hello.node.name)
             driver.worker_up(address, role, hello)
 
@@ -147,7 +154,7 @@ class Sessions:
             )
             why = "the worker ended the session"
         except SessionOver as error:
-            why = str(error)
+            why = f"it is no {role.value} worker" if _unknown_method(error.__cause__) else str(error)
         except _Twin as error:
             why = str(error)
             log.warning("worker_not_used", worker=address, stage=role.value, why=why)
@@ -161,6 +168,10 @@ class Sessions:
                 driver.worker_down(address, role)
             await channel.close()
         return incarnation is not None, why
+
+
+def _unknown_method(cause: BaseException | None) -> bool:
+    return isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 class _Twin(Exception):

@@ -1,7 +1,7 @@
 """Who is up, what each worker said about itself, and which requests of this router it carries.
 
-Sans-IO: sessions call `up` and `down`, the dispatcher asks who may take work. A worker whose KV layout
-differs from the first one's is kept and named, never used: its blocks would mean something else. This file
+Sans-IO: sessions call `up` and `down`, the dispatcher asks who may take work. A worker whose KV layout differs from
+the one in use is kept and named, never used: its blocks would mean something else. This file
 never chooses between eligible workers (policy.py does) and never talks to one.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -136,17 +136,31 @@ class Workers:
             self._empty_since[role] = now
 
     def _check_layouts(self, now: float) -> None:
-        """Of this router's model, the worker that has been up longest sets the layout; when it leaves, the next one."""
-        order = sorted(
-            self.all(), key=lambda worker: (self._other_model(worker) != "", worker.mismatch != "", worker.number)
-        )
-        for worker in order:
-            reference = order[0]  # of those in use, if any is
+        """Names the workers that cannot exchange KV with those in use."""
+        reference = self._reference()
+        for worker in self.all():
             before = worker.eligible
-            different = layout_difference(worker.hello.layout, reference.hello.layout)
-            other = f"has another KV layout than {reference.address}: {different}" if different else ""
-            worker.mismatch = self._other_model(worker) or other
+            worker.mismatch = self._other_model(worker)
+            if not worker.mismatch and reference is not None:
+                different = layout_difference(worker.hello.layout, reference.hello.layout)
+                other = f"has another KV layout than {reference.address}: {different}"
+                worker.mismatch = other if different else ""
             self._note_empty(worker.role, now, before)
+
+    def _reference(self) -> Worker | None:
+        """Whose layout counts. One that both stages have goes before one that could serve nobody, so that no stray
+        worker takes the service away by being early; then the one in use; then the one that has been here longest.
+        """
+        own = [worker for worker in self.all() if not self._other_model(worker)]
+        stages: dict[KvLayout, set[Role]] = defaultdict(set)
+        for worker in own:
+            if not worker.draining:
+                stages[worker.hello.layout].add(worker.role)
+
+        def order(worker: Worker) -> tuple[bool, bool, int]:
+            return len(stages[worker.hello.layout]) < len(Role), worker.mismatch != "", worker.number
+
+        return min(own, key=order, default=None)
 
     def _other_model(self, worker: Worker) -> str:
         digest = worker.hello.layout.model_digest

@@ -40,6 +40,20 @@ def test_when_the_last_worker_of_a_layout_leaves_the_next_layout_takes_over() ->
     assert workers.empty_since(Role.DECODE) is None
 
 
+def test_a_stray_worker_that_came_first_does_not_take_the_service_away() -> None:
+    workers = Workers()
+    workers.up("stray", Role.DECODE, hello("stray", LAYOUT._replace(block_size=32)), 0.0)
+    workers.up("p1", Role.PREFILL, hello("p1"), 1.0)
+    assert not workers.ready(), "nothing fits together yet"
+    workers.up("d1", Role.DECODE, hello("d1"), 2.0)
+    assert [worker.address for worker in workers.eligible(Role.DECODE)] == ["d1"] and workers.ready()
+    assert "block_size is 32, not 16" in workers.get("stray", Role.DECODE).mismatch  # type: ignore[union-attr]
+    workers.up("p2", Role.PREFILL, hello("p2", LAYOUT._replace(block_size=32)), 3.0)
+    assert [worker.address for worker in workers.eligible(Role.PREFILL)] == ["p1"], "the layout in use stays"
+    workers.down("d1", Role.DECODE, 4.0)
+    assert workers.ready() and workers.get("p1", Role.PREFILL).mismatch, "the other one can serve, this one cannot"  # type: ignore[union-attr]
+
+
 def test_since_when_a_role_is_empty_is_known() -> None:
     workers = Workers(now=5.0)
     assert workers.empty_since(Role.PREFILL) == 5.0 and not workers.ever_up(Role.PREFILL)

@@ -91,7 +91,7 @@ async def ps(address: str, security: Security) -> None:
         (
             worker.role,
             worker.address,
-            "accepting" if worker.accepting else worker.reason or "not accepting",
+            "accepting" if worker.accepting else "not used",
             str(worker.running),
             str(worker.waiting),
             f"{worker.total_blocks - worker.free_blocks:,} of {worker.total_blocks:,}",
@@ -102,6 +102,9 @@ async def ps(address: str, security: Security) -> None:
     ]
     print(f"router {address}, version {info.version}, up {info.uptime:.0f} s")
     print(table(rows) if info.workers else "no worker is connected")
+    for worker in by_role(info):
+        if worker.reason:
+            print(f"{worker.role} {worker.address} {worker.reason}")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
