@@ -70,7 +70,16 @@ def _check(name: str, value: float, low: float, high: float, *, open_low: bool =
     inside = (low < value if open_low else low <= value) and value <= high
     if not math.isfinite(value) or not inside:
         edge = "(" if open_low else "["
-        raise InvalidField(name, f"{name} must be in {edge}{low:g}, {high:g}], got {value:g}")
+        raise InvalidField(name, f"{name} must be in {edge}{_shown(low)}, {_shown(high)}], got {_shown(value)}")
+
+
+def _shown(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidField(name, f"{name} must have at most {most} entries, got {count}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +138,17 @@ class SamplingParams:
     def _check_stops(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        _check("stop", len(self.stop), 0, MAX_STOP_STRINGS)
+        _check_count("stop", len(self.stop), MAX_STOP_STRINGS)
         for text in self.stop:
             size = len(text.encode("utf-8", "surrogatepass"))
             if not 1 <= size <= MAX_STOP_BYTES:
                 raise InvalidField("stop", f"each stop string must have 1 to {MAX_STOP_BYTES} bytes, got {size}")
-        _check("stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_TOKEN_IDS)
+        _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         for token_id in self.stop_token_ids:
             _check("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
 
     def _check_bias(self) -> None:
-        _check("logit_bias", len(self.logit_bias), 0, MAX_LOGIT_BIAS)
+        _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for token_id, bias in self.logit_bias.items():
             _check("logit_bias", token_id, 0, MAX_TOKEN_ID)
             _check("logit_bias", bias, -100, 100)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import TracebackType
@@ -38,6 +39,7 @@ __all__ = ["AsyncClient", "Client", "Delta", "PagewireError", "Result"]
 DEFAULT_ADDRESS = f"127.0.0.1:{diagnosis.ROUTER_PORT}"
 
 PLAIN = Security()
+_TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")  # gRPC's own words
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages  # text, token ids, or a chat
@@ -299,6 +301,8 @@ def build_request(
             ),
             cache_salt=cache_salt,
         )
+        if prompt is None:
+            raise TypeError("the prompt must be a text, token ids or chat messages")
         if isinstance(prompt, str):
             request.text = prompt
         elif prompt and isinstance(prompt[0], Mapping):
@@ -438,6 +442,8 @@ class _Errors:
             sentence = lost if answered else diagnosis.unreachable(self._address, sentence, bool(self._security.cert))
         elif code is grpc.StatusCode.UNIMPLEMENTED:
             sentence = diagnosis.not_a_router(self._address, self._has_service)
+        elif sizes := _TOO_LARGE.search(sentence):
+            sentence = f"the message has {sizes[1]} bytes, and a message may have at most {sizes[2]}"
         elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
             sentence = "the deadline passed before the answer was complete"
         return PagewireError(code.name, sentence)

@@ -108,7 +108,7 @@ def check_queue(active: int, queued: int, config: RouterConfig) -> None:
     if active < config.max_concurrent_requests or queued < config.max_queued_requests:
         return
     raise Overloaded(
-        f"all workers are busy: {active} requests are running and {queued} wait, the most that this router takes",
+        f"all workers are busy: {active} running and {queued} waiting, the most that this router takes",
         {"running": str(active), "waiting": str(queued), "limit": str(config.max_queued_requests)},
         retry_after=1.0,
     )

@@ -108,9 +108,11 @@ async def test_an_error_has_code_sentence_field_and_numbers(front: Front) -> Non
         with pytest.raises(PagewireError) as caught:
             await client.generate([70000])
         assert caught.value.field == "token_ids" and "\n" not in str(caught.value)
-        for wrong in ([-1], "\ud800", ["a"]):
+        for wrong in ([-1], "\ud800", ["a"], None):
             with pytest.raises(PagewireError, match="cannot be built"):
                 await client.generate(wrong)  # type: ignore[arg-type]
+        with pytest.raises(PagewireError, match=r"the message has 50000\d\d bytes, .* at most 4194304"):
+            await client.generate("a" * 5_000_000)
 
 
 async def test_a_deadline_is_a_sentence(front: Front) -> None:

@@ -79,6 +79,6 @@ def test_a_resume_needs_room_for_what_it_holds_and_one_more() -> None:
 def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
     config = RouterConfig(max_concurrent_requests=4, max_queued_requests=2)
     check_queue(4, 1, config)
-    with pytest.raises(Overloaded, match="4 requests are running and 2 wait") as error:
+    with pytest.raises(Overloaded, match="4 running and 2 waiting") as error:
         check_queue(4, 2, config)
     assert error.value.code == "RESOURCE_EXHAUSTED" and error.value.retry_after > 0
