@@ -21,7 +21,7 @@ from kvtransfer.driver import Driver
 from kvtransfer.service import PullClients
 from kvtransfer.startup import Assemble, Say, assemble
 from protos import worker_pb2, worker_pb2_grpc
-from wire.channel import open_channel
+from wire.channel import open_channel, write
 from wire.codec import decode_command_from_pb, decode_event_to_pb
 from wire.options import WorkerOptions
 from wire.session import serve
@@ -76,7 +76,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
 
     async def Attach(
         self, request_iterator: AsyncIterator[worker_pb2.DecodeCommand], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[worker_pb2.DecodeEvent]:
+    ) -> None:
         if self._driver is None or self._hello is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is still loading")
         session = serve(
@@ -84,4 +84,4 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         )
         async with contextlib.aclosing(session):
             async for event in session:
-                yield event
+                await write(context, event)

@@ -21,6 +21,7 @@ from engine.messages import Heartbeat, PullDone, PullEvent, PullOpen, PullReques
 from kvtransfer.actions import Action, ClosePull, CloseStream, OpenPull, SendBlock, ToOwner, ToPuller
 from kvtransfer.transports.grpc_bytes import Cache, CorruptBlock, Destinations, Receiver, chunks
 from protos import worker_pb2_grpc
+from wire.channel import write
 from wire.codec import (
     UNREADABLE,
     InvalidMessage,
@@ -142,7 +143,7 @@ class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
             async for action in outbound.drain():
                 with watch.writing():
                     if isinstance(action, ToPuller):
-                        await context.write(pull_event_to_pb(action.event))
+                        await write(context, pull_event_to_pb(action.event))
                     else:
                         await self._send(action, outbound, context)
             if reading.done() and (complaint := reading.result()):
@@ -177,7 +178,7 @@ class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
             if outbound.closed:
                 return
             self.bytes_sent += len(message.data.data)
-            await context.write(message)
+            await write(context, message)
         self._apply(self._core.sent(action.pull, action.handle.position, time.monotonic()))
 
 

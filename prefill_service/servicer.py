@@ -22,6 +22,7 @@ from kvtransfer.service import KvTransferService
 from kvtransfer.startup import Assemble, Say, assemble
 from prefill_service.prefiller import Prefiller
 from protos import worker_pb2, worker_pb2_grpc
+from wire.channel import write
 from wire.codec import prefill_command_from_pb, prefill_event_to_pb
 from wire.options import WorkerOptions
 from wire.session import serve
@@ -73,7 +74,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
 
     async def Attach(
         self, request_iterator: AsyncIterator[worker_pb2.PrefillCommand], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[worker_pb2.PrefillEvent]:
+    ) -> None:
         if self._driver is None or self._hello is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is still loading")
         session = serve(
@@ -81,7 +82,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
         )
         async with contextlib.aclosing(session):
             async for event in session:
-                yield event
+                await write(context, event)
 
     async def Pull(
         self, request_iterator: AsyncIterator[worker_pb2.PullRequest], context: grpc.aio.ServicerContext

@@ -59,7 +59,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         max_deadline=given.max_deadline,
         exit_with_parent=given.exit_with_parent,
         log_level=given.log_level,
-        core=RouterConfig(max_concurrent_requests=given.max_concurrent_requests, max_queued_requests=given.queue),
+        core=RouterConfig(
+            max_concurrent_requests=given.max_concurrent_requests,
+            max_queued_requests=given.queue,
+            slow_client=given.slow_client,
+        ),
         security=security_of(given),
     )
 
@@ -84,6 +88,7 @@ def _parser() -> Parser:
     add("--decode", action="append", metavar="HOST:PORT", help="decode workers; a name stands for all its addresses")
     add("--max-concurrent-requests", type=whole(1, 65536), default=core.max_concurrent_requests)
     add("--queue", type=whole(0, 10**6), default=core.max_queued_requests, help="how many more may wait")
+    add("--slow-client", type=seconds, default=core.slow_client, help="end who reads nothing this long (%(default)s)")
     add("--default-deadline", type=seconds, default=600.0, help="seconds, where a client sets none (%(default)s)")
     add("--max-deadline", type=seconds, default=3600.0, help="seconds that a request may take (%(default)s)")
     add("--grace", type=seconds, default=30.0, help="seconds that running requests have at the end (%(default)s)")

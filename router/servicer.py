@@ -52,6 +52,7 @@ from router.validate import (
     invalid,
 )
 from router.workers import Role, Worker
+from wire.channel import write
 from wire.codec import logprob_to_pb, to_duration
 
 AT_ONCE = Chunking()
@@ -206,7 +207,7 @@ async def _write(context: grpc.aio.ServicerContext, message: gpb.GenerateStreamR
     """Sends a message; returns when the transport has taken it, which a client that does not read prevents."""
     try:
         async with asyncio.timeout(MOST_WRITE_S):
-            await context.write(message)
+            await write(context, message)
     except TimeoutError as error:
         raise RequestError(
             "RESOURCE_EXHAUSTED", f"slow consumer: the client has read nothing for {MOST_WRITE_S:g} s"

@@ -13,7 +13,7 @@ import pytest
 from engine import messages as m
 from protos import worker_pb2_grpc
 from wire import codec, session
-from wire.channel import open_channel, open_server
+from wire.channel import open_channel, open_server, write
 from wire.liveness import SILENCE_S
 from wire.ports import bind
 from wire.security import Security
@@ -216,3 +216,12 @@ async def test_a_deployment_token_guards_every_call(token: str | None, ok: bool)
         else:
             with pytest.raises(SessionOver, match="UNAUTHENTICATED"):
                 await running
+
+
+async def test_a_write_to_a_peer_that_is_gone_ends_its_handler_as_a_cancel_does() -> None:
+    class Broken:
+        async def write(self, message: Any) -> None:
+            raise grpc.aio.InternalError("a failed batch")
+
+    with pytest.raises(asyncio.CancelledError):
+        await write(Broken(), b"")  # type: ignore[arg-type]

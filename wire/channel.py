@@ -6,7 +6,9 @@ ping rarely. Retries are off everywhere: only the router decides to run somethin
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -79,3 +81,14 @@ def open_server(security: Security, *, internal: bool) -> grpc.aio.Server:
     ]
     interceptors = [TokenCheck(security.token)] if security.token else []
     return grpc.aio.server(options=options, interceptors=interceptors)
+
+
+async def write(context: grpc.aio.ServicerContext, message: Any) -> None:
+    """Sends a message of a server's stream. A peer that is gone ends the handler as its cancellation would.
+
+    The write may fail before grpc knows that the call is over: without this it logs a traceback for each of them.
+    """
+    try:
+        await context.write(message)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError("the peer is gone") from None
