@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
-from engine.backend.launches import Launch
+from engine.backend.launches import RAISE_SHARED, Launch
 from engine.backend.nvcc import DEFAULT_CACHE_DIR, Kernel, architecture, cubin
 
 Argument = torch.Tensor | int | float | bytes | None
@@ -63,7 +63,7 @@ def _module(kernel: Kernel) -> Any:
 @cache
 def _function(kernel: Kernel, name: str, shared: int) -> Any:
     function = _check(driver.cuModuleGetFunction(_module(kernel), name.encode()))
-    if shared > 48 << 10:
+    if shared > RAISE_SHARED:
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(driver.cuFuncSetAttribute(function, limit, shared))
     return function

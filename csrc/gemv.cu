@@ -3,12 +3,17 @@
 // of these and attention. The sum of squares is taken from the pieces of x that pass by anyway and applied at the end.
 //
 // Tensor cores see w as their 16-row operand and x^T as the 8-column one: a block owns TILES tiles of 16 rows of w and
-// all of K, which its warps share out in chunks of 64. Each thread copies exactly the 16-byte pieces of w that it will
-// feed to its own lane (K may be permuted, as long as x is permuted alike), through a ring in shared memory that no
-// other thread reads: nothing waits for anybody before the sums of the warps meet at the end.
+// all of K, which its warps share out in chunks. Each thread loads exactly the 16-byte pieces of w and x that it feeds to
+// its own lane (K may be permuted, as long as x is permuted alike), STAGES chunks ahead and straight into registers:
+// nothing waits for anybody before the sums of the warps meet at the end. (Asynchronous copies of such pieces into shared
+// memory cost a multiprocessor 38 cycles for each 512 bytes, more than the memory needs.) Whatever else the ending reads
+// is fetched meanwhile. All but x and what the ending reads is fetched before the kernel before this one has ended.
+// With SPLIT 2, two blocks of a cluster share the work and read each other's sums at the end: each has one half of K or,
+// with EPILOGUE 2, one has the gate rows and the other the up rows. It doubles what each x that is read is used for.
+// Blocks begin at different places of K: all reading the same piece of x at once would queue up at one slice of the L2.
 //
-// Settings: N outputs, K, TILES, M_TILES (8 rows of x each), WARPS, STAGES, NORM, EPILOGUE, DTYPE.
-// With EPILOGUE 2, w holds N gate rows and then N up rows, and TILES counts both.
+// Settings: N outputs, K, TILES, M_TILES (8 rows of x each), WARPS, STAGES (chunks that a warp has under way), CHUNK (32 or 64 of K), SPLIT, NORM, EPILOGUE,
+// DTYPE. With EPILOGUE 2, w holds N gate rows and then N up rows; without a split, TILES counts both.
 #include "common.cuh"
 #include "rope.cuh"
 
@@ -18,17 +23,14 @@
 #define ROPE 3      // out = product with Q and K rotated; K and V also go to their blocks
 #define LOGITS 4    // out = product, in float32
 
-constexpr int CHUNK = 64;
 constexpr int THREADS = WARPS * WARP;
 constexpr int ROWS = M_TILES * 8;
-static_assert(K % CHUNK == 0 && N % 16 == 0, "K must be a multiple of 64 and N of 16");
-#if EPILOGUE == SILU
-constexpr int OUT_TILES = TILES / 2;
-static_assert(TILES % 2 == 0, "gate and up tiles come in pairs");
-#else
-constexpr int OUT_TILES = TILES;
-#endif
-constexpr int OUT = OUT_TILES * 16;  // outputs of a block
+constexpr bool BY_HALF = EPILOGUE == SILU && SPLIT == 2;  // else a split is one of K
+constexpr int OUT_TILES = EPILOGUE == SILU && SPLIT == 1 ? TILES / 2 : TILES;
+constexpr int OUT = OUT_TILES * 16;  // outputs of a block; the last block repeats some of its neighbour's
+[[maybe_unused]] constexpr int CHUNKS = K / CHUNK / (BY_HALF ? 1 : SPLIT);  // of a block
+static_assert(K % (CHUNK * SPLIT) == 0 && N % 16 == 0 && OUT <= N && (EPILOGUE != SILU || SPLIT == 2 || TILES % 2 == 0),
+              "a product that cannot be cut this way");
 
 struct Args {
     const elem* w;
@@ -38,18 +40,18 @@ struct Args {
     void* out;
     int rows;
     float eps;
+    const char* ahead;  // bytes that a later kernel will read, or null: a hint for the L2
+    int ahead_bytes;
 };
 
-// Row of w at which tile `tile` of this block begins. Tiles past the end repeat the last one; nobody stores them.
-__device__ __forceinline__ int tile_row(int tile) {
-    const int half = tile / OUT_TILES;
-    const int n = min((int(blockIdx.x) * OUT_TILES + tile % OUT_TILES) * 16, N - 16);
-    return half * N + n;
-}
+__device__ __forceinline__ int column() { return blockIdx.x / SPLIT; }  // of blocks that share outputs
+__device__ __forceinline__ int rank() { return blockIdx.x % SPLIT; }
+__device__ __forceinline__ int first_output() { return min(column() * OUT, N - OUT); }
 
-// a and b are the products of outputs n and n + 1 of row m; with SILU, c and d those of the up rows.
+// a and b are the products of outputs n and n + 1 of row m; with SILU, c and d those of the up rows. `old` is what was
+// in out, `place` where the row's K and V go.
 __device__ __forceinline__ void finish(const Args& args, const RopeArgs& rope, int m, int n, float a, float b, float c,
-                                       float d) {
+                                       float d, float2 old, const Place& place, float2 rotation) {
     if (args.bias != nullptr) {
         a += to_float(args.bias[n]);
         b += to_float(args.bias[n + 1]);
@@ -62,33 +64,59 @@ __device__ __forceinline__ void finish(const Args& args, const RopeArgs& rope, i
 #if EPILOGUE == LOGITS
     *reinterpret_cast<float2*>(static_cast<float*>(args.out) + at) = make_float2(a, b);
 #else
-    elem* out = static_cast<elem*>(args.out) + at;
 #if EPILOGUE == RESIDUAL
-    a += to_float(out[0]);
-    b += to_float(out[1]);
+    a += old.x;
+    b += old.y;
 #elif EPILOGUE == SILU
     a = a / (1.f + expf(-a)) * c;
     b = b / (1.f + expf(-b)) * d;
 #elif EPILOGUE == ROPE
-    rotate_and_write(rope, m, n, a, b);
+    rotate_and_write(rope, place, n, rotation, a, b);
 #endif
-    Pair pair{from_float<elem>(a), from_float<elem>(b)};
-    *reinterpret_cast<Pair*>(out) = pair;
+    *reinterpret_cast<Pair*>(static_cast<elem*>(args.out) + at) = Pair{from_float<elem>(a), from_float<elem>(b)};
 #endif
 }
 
 #if DTYPE != 0
 
-constexpr int SLOTS = 4 * TILES + 2 * NORM;  // 16-byte pieces of a chunk that one thread holds
-constexpr int STEPS = (K / CHUNK + WARPS - 1) / WARPS;
+constexpr int HALVES = CHUNK / 32;  // 16-byte pieces of a chunk of one row that one thread holds
+constexpr int STEPS = (CHUNKS + WARPS - 1) / WARPS;
 #if DTYPE == 2
-constexpr float NORM_SHIFT = 16.f;  // x * norm may leave float16's range before it is divided by its root mean square
+constexpr float NORM_SHIFT = NORM ? 16.f : 1.f;  // x * norm may leave float16's range before it is divided by its root mean square
 #else
-constexpr float NORM_SHIFT = 1.f;
+[[maybe_unused]] constexpr float NORM_SHIFT = 1.f;
 #endif
 
-__device__ __forceinline__ void copy16(uint32_t to, const void* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+template <int BYTES> __device__ __forceinline__ void copy_async(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from), "n"(BYTES)
+                 : "memory");
+}
+// Where it stands, and not where the value is first needed.
+__device__ __forceinline__ uint4 load_early(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+
+// All threads of the blocks that share outputs.
+__device__ __forceinline__ void meet() {
+#if SPLIT > 1
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+// Two floats at `own` in the shared memory of the block with that rank.
+__device__ __forceinline__ float2 read_pair(const float* own, int of_rank) {
+#if SPLIT > 1
+    uint32_t address;
+    float2 v;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(uint32_t(__cvta_generic_to_shared(own))), "r"(of_rank));
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+    return v;
+#else
+    return *reinterpret_cast<const float2*>(own);
+#endif
 }
 
 __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
@@ -102,96 +130,159 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+#if DTYPE == 1
+using elem2 = __nv_bfloat162;
+__device__ __forceinline__ float2 unpacked(elem2 v) { return __bfloat1622float2(v); }
+#else
+using elem2 = __half2;
+__device__ __forceinline__ float2 unpacked(elem2 v) { return __half22float2(v); }
+#endif
+
 // x * norm in place, and the sum of x squared.
 __device__ __forceinline__ float normalize(uint4& x, const uint4& norm) {
-    elem* v = reinterpret_cast<elem*>(&x);
-    const elem* g = reinterpret_cast<const elem*>(&norm);
+    elem2* v = reinterpret_cast<elem2*>(&x);
+    const elem2* gain = reinterpret_cast<const elem2*>(&norm);
     float squares = 0.f;
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) {
-        const float one = to_float(v[i]);
-        squares = fmaf(one, one, squares);
-        v[i] = from_float<elem>(one * to_float(g[i]) * (1.f / NORM_SHIFT));
+    for (int i = 0; i < 4; ++i) {
+        const float2 both = unpacked(v[i]);
+        squares = fmaf(both.x, both.x, fmaf(both.y, both.y, squares));
+#if DTYPE == 2
+        v[i] = __hmul2(__hmul2(v[i], __float2half2_rn(1.f / NORM_SHIFT)), gain[i]);
+#else
+        v[i] = __hmul2(v[i], gain[i]);
+#endif
     }
     return squares;
 }
 
+// What a block's ending needs from memory, fetched before its sums are there.
+struct Early {
+#if EPILOGUE == RESIDUAL
+    elem2 old[ROWS * OUT / 2];
+#elif EPILOGUE == ROPE
+    float2 rotation[ROWS * OUT / 2];
+    Place places[ROWS];
+#endif
+    int none;
+};
+
+__device__ __forceinline__ void fetch_early(const Args& args, const RopeArgs& rope, Early& early, int first_row) {
+#if EPILOGUE == RESIDUAL || EPILOGUE == ROPE
+    for (int at = rank() * THREADS + threadIdx.x; at < ROWS * OUT / 2; at += THREADS * SPLIT) {
+        const int m = first_row + at / (OUT / 2), n = first_output() + at % (OUT / 2) * 2;
+        if (m >= args.rows) break;
+#if EPILOGUE == RESIDUAL
+        copy_async<4>(&early.old[at], static_cast<const elem*>(args.out) + size_t(m) * N + n);
+#else
+        copy_async<8>(&early.rotation[at], rotation_of(rope, max(rope.positions[m], 0), n));
+#endif
+    }
+#if EPILOGUE == ROPE
+    const int m = first_row + threadIdx.x;
+    if (threadIdx.x < ROWS && m < args.rows) {
+        const int position = rope.positions[m];
+        early.places[threadIdx.x].position = position;
+        if (position >= 0) copy_async<4>(&early.places[threadIdx.x].block, block_of(rope, m, position));
+    }
+#endif
+#endif
+}
+
+__device__ __forceinline__ void read_ahead(const Args& args) {
+#if __CUDA_ARCH__ >= 900
+    if (args.ahead == nullptr || threadIdx.x != 0) return;
+    const int blocks = gridDim.x * gridDim.y, share = (args.ahead_bytes / blocks + 15) & ~15;
+    const int first = (blockIdx.y * gridDim.x + blockIdx.x) * share, size = min(share, args.ahead_bytes - first) & ~15;
+    if (size > 0)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(args.ahead + first), "r"(size) : "memory");
+#endif
+}
+
 __device__ __forceinline__ void body(const Args& args, const RopeArgs& rope) {
-    extern __shared__ __align__(16) unsigned char ring[];
+    extern __shared__ __align__(16) float meeting[];  // [warp][row of x][row of w], then [warp][row of x]
+    __shared__ Early early;
     const int tid = threadIdx.x, warp = tid / WARP, lane = tid % WARP, g = lane / 4, t = lane % 4;
     const int first_row = blockIdx.y * ROWS;
-    const uint32_t slots = uint32_t(__cvta_generic_to_shared(ring)) + tid * 16;
+    const elem* w = args.w + (size_t(first_output() + g) + (BY_HALF ? size_t(rank()) * N : 0)) * K + t * 8;
+    const elem* x[M_TILES];
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i) x[i] = args.x + size_t(min(first_row + i * 8 + g, args.rows - 1)) * K + t * 8;
+    const int first_chunk = BY_HALF ? 0 : rank() * CHUNKS;
+    const int turned = column() * CHUNKS / (gridDim.x / SPLIT) + warp;
 
-    auto fetch = [&](int step) {
-        const int chunk = step * WARPS + warp;
-        if (step < STEPS && chunk < K / CHUNK) {
-            uint32_t to = slots + (step % STAGES) * (SLOTS * THREADS * 16);
-            const elem* from = args.w + chunk * CHUNK + t * 8;
-#pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) {
-                const elem* row = from + size_t(tile_row(tile) + g) * K;
-#pragma unroll
-                for (int i = 0; i < 4; ++i, to += THREADS * 16) copy16(to, row + (i & 1) * 32 + (i >> 1) * 8 * size_t(K));
-            }
-#if NORM
-            copy16(to, args.norm + chunk * CHUNK + t * 8);
-            copy16(to + THREADS * 16, args.norm + chunk * CHUNK + t * 8 + 32);
-#endif
-        }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+    struct Stage {
+        uint4 w[TILES][2][HALVES], x[M_TILES][HALVES], norm[NORM ? HALVES : 1];
+    } stages[STAGES];
+    auto inside = [&](int step) { return step < STEPS && (CHUNKS % WARPS == 0 || step * WARPS + warp < CHUNKS); };
+    auto place = [&](int step) {  // in K
+        const int chunk = step * WARPS + turned;
+        return (first_chunk + (chunk < CHUNKS ? chunk : chunk - CHUNKS)) * CHUNK;
     };
-    uint4 next[M_TILES][2];
-    auto fetch_x = [&](int step) {
-        const int chunk = min(step * WARPS + warp, K / CHUNK - 1);
+    auto fetch_w = [&](Stage& to, int step) {
+        const int k = place(step);
 #pragma unroll
-        for (int i = 0; i < M_TILES; ++i) {
-            const elem* row = args.x + size_t(min(first_row + i * 8 + g, args.rows - 1)) * K + chunk * CHUNK + t * 8;
-            next[i][0] = *reinterpret_cast<const uint4*>(row);
-            next[i][1] = *reinterpret_cast<const uint4*>(row + 32);
+        for (int i = 0; i < HALVES; ++i) {
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+                for (int j = 0; j < 2; ++j)
+                    to.w[tile][j][i] = load_stream(
+                        w + k + (size_t(tile / OUT_TILES) * N + tile % OUT_TILES * 16 + j * 8) * K + i * 32);
+            if (NORM) to.norm[i] = load_early(args.norm + k + t * 8 + i * 32);
         }
     };
-
-    float sums[TILES][M_TILES][4] = {};
-    float squares[M_TILES] = {};
-#pragma unroll
-    for (int step = 0; step < STAGES - 1; ++step) fetch(step);
-    let_next_start();
-    wait_for_inputs();
-    fetch_x(0);
-#pragma unroll 1
-    for (int step = 0; step < STEPS; ++step) {
-        fetch(step + STAGES - 1);
-        uint4 x[M_TILES][2];
-#pragma unroll
-        for (int i = 0; i < M_TILES; ++i) x[i][0] = next[i][0], x[i][1] = next[i][1];
-        if (step + 1 < STEPS) fetch_x(step + 1);
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
-        if (step * WARPS + warp >= K / CHUNK) break;
-        const uint4* mine = reinterpret_cast<const uint4*>(ring) + (step % STAGES) * (SLOTS * THREADS) + tid;
-#if NORM
+    auto fetch_x = [&](Stage& to, int step) {
+        const int k = place(step);
 #pragma unroll
         for (int i = 0; i < M_TILES; ++i)
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                squares[i] += normalize(x[i][half], mine[(4 * TILES + half) * THREADS]);
+            for (int half = 0; half < HALVES; ++half) to.x[i][half] = load_early(x[i] + k + half * 32);
+    };
+
+    float sums[TILES][M_TILES][4] = {};
+    [[maybe_unused]] float squares[M_TILES] = {};
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s)
+        if (inside(s)) fetch_w(stages[s], s);
+    let_next_start();
+    wait_for_inputs();
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s)
+        if (inside(s)) fetch_x(stages[s], s);
+    fetch_early(args, rope, early, first_row);
+#pragma unroll 1
+    for (int first = 0; first < STEPS; first += STAGES) {
+#pragma unroll
+        for (int s = 0; s < STAGES; ++s) {
+            if (!inside(first + s)) continue;
+            Stage& now = stages[s];
+#if NORM
+#pragma unroll
+            for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+                for (int half = 0; half < HALVES; ++half) squares[i] += normalize(now.x[i][half], now.norm[half]);
 #endif
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
+            for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint4 low = mine[(tile * 4 + half) * THREADS], high = mine[(tile * 4 + 2 + half) * THREADS];
+                for (int half = 0; half < HALVES; ++half) {
+                    const uint4 low = now.w[tile][0][half], high = now.w[tile][1][half];
 #pragma unroll
-                for (int i = 0; i < M_TILES; ++i) {
-                    mma(sums[tile][i], low.x, high.x, low.y, high.y, x[i][half].x, x[i][half].y);
-                    mma(sums[tile][i], low.z, high.z, low.w, high.w, x[i][half].z, x[i][half].w);
+                    for (int i = 0; i < M_TILES; ++i) {
+                        mma(sums[tile][i], low.x, high.x, low.y, high.y, now.x[i][half].x, now.x[i][half].y);
+                        mma(sums[tile][i], low.z, high.z, low.w, high.w, now.x[i][half].z, now.x[i][half].w);
+                    }
                 }
+            if (inside(first + s + STAGES)) {
+                fetch_w(now, first + s + STAGES);
+                fetch_x(now, first + s + STAGES);
             }
         }
     }
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-    __syncthreads();  // the ring becomes the meeting place: [warp][row of x][row of w]
+    read_ahead(args);
+    asm volatile("cp.async.wait_all;" ::: "memory");  // of fetch_early
 
-    float* meeting = reinterpret_cast<float*>(ring);
     constexpr int PITCH = TILES * 16 + 2;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
@@ -210,29 +301,52 @@ __device__ __forceinline__ void body(const Args& args, const RopeArgs& rope) {
         if (t == 0) all_squares[warp * ROWS + i * 8 + g] = sum;
     }
 #endif
-    __syncthreads();
-    for (int at = tid; at < ROWS * OUT / 2; at += THREADS) {
-        const int row = at / (OUT / 2), column = at % (OUT / 2) * 2, m = first_row + row;
-        const int n = blockIdx.x * OUT + column;
-        if (m >= args.rows || n >= N) continue;
+    meet();
+    for (int at = rank() * THREADS + tid; at < ROWS * OUT / 2; at += THREADS * SPLIT) {
+        const int row = at / (OUT / 2), offset = at % (OUT / 2) * 2, m = first_row + row;
+        const int n = first_output() + offset;
+        if (m >= args.rows) break;
+        if (n < column() * OUT) continue;  // the neighbour's
         float2 low = make_float2(0.f, 0.f), high = make_float2(0.f, 0.f);
         float scale = 1.f;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
-            const float2* from = reinterpret_cast<const float2*>(meeting + (w * ROWS + row) * PITCH + column);
-            low.x += from[0].x, low.y += from[0].y;
-#if EPILOGUE == SILU
-            high.x += from[OUT / 2].x, high.y += from[OUT / 2].y;
+            const float* from = meeting + (w * ROWS + row) * PITCH + offset;
+            const float2 first = read_pair(from, 0);
+            low.x += first.x, low.y += first.y;
+#if EPILOGUE == SILU || SPLIT > 1
+            const float2 second = read_pair(from + (EPILOGUE == SILU && SPLIT == 1 ? OUT : 0), SPLIT - 1);
+            (EPILOGUE == SILU ? high : low).x += second.x;
+            (EPILOGUE == SILU ? high : low).y += second.y;
 #endif
         }
 #if NORM
         float sum = 0.f;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) sum += all_squares[w * ROWS + row];
+        for (int w = 0; w < WARPS; ++w) {
+            const float* from = all_squares + w * ROWS + (row & ~1);
+            float2 both = read_pair(from, BY_HALF ? rank() : 0);
+            sum += row & 1 ? both.y : both.x;
+#if SPLIT > 1
+            both = read_pair(from, 1);
+            if (!BY_HALF) sum += row & 1 ? both.y : both.x;
+#endif
+        }
         scale = rsqrtf(sum / K + args.eps) * NORM_SHIFT;
 #endif
-        finish(args, rope, m, n, low.x * scale, low.y * scale, high.x * scale, high.y * scale);
+        float2 old = make_float2(0.f, 0.f), rotation = old;
+        Place place{};
+#if EPILOGUE == RESIDUAL
+        old = unpacked(early.old[at]);
+#elif EPILOGUE == ROPE
+        rotation = early.rotation[at];
+        place = early.places[row];
+#endif
+        finish(args, rope, m, n, low.x * scale, low.y * scale, high.x * scale, high.y * scale, old, place, rotation);
     }
+#if SPLIT > 1
+    meet();  // nobody leaves while its sums are being read
+#endif
 }
 
 #else  // float32: held to the CPU's tokens, not to a speed. A warp owns two outputs, its lanes share out K.
@@ -256,14 +370,33 @@ __device__ __forceinline__ void body(const Args& args, const RopeArgs& rope) {
         const float scale = NORM ? 1.f / sqrtf(warp_sum(squares) / K + args.eps) : 1.f;
 #pragma unroll
         for (int i = 0; i < WEIGHTS; ++i) sums[i] = warp_sum(sums[i]) * scale;
-        if (lane == 0) finish(args, rope, m, n, sums[0], sums[1], sums[2], sums[3]);
+        if (lane != 0) continue;
+        float2 old = make_float2(0.f, 0.f), rotation = old;
+        Place place{};
+#if EPILOGUE == RESIDUAL
+        old = *reinterpret_cast<const float2*>(static_cast<const float*>(args.out) + size_t(m) * N + n);
+#elif EPILOGUE == ROPE
+        place.position = rope.positions[m];
+        if (place.position >= 0) {
+            place.block = *block_of(rope, m, place.position);
+            rotation = *rotation_of(rope, place.position, n);
+        }
+#endif
+        finish(args, rope, m, n, sums[0], sums[1], sums[2], sums[3], old, place, rotation);
     }
 }
 
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    gemv(const elem* w, const elem* x, const elem* norm, const elem* bias, void* out, int rows, float eps
+#if SPLIT > 1 && DTYPE != 0
+#define SHARED_BY __cluster_dims__(SPLIT, 1, 1)
+#else
+#define SHARED_BY
+#endif
+
+extern "C" __global__ void SHARED_BY __launch_bounds__(THREADS)
+    gemv(const elem* w, const elem* x, const elem* norm, const elem* bias, void* out, int rows, float eps,
+         const char* ahead, int ahead_bytes
 #if EPILOGUE == ROPE
          ,
          RopeArgs rope) {
@@ -271,5 +404,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     ) {
     const RopeArgs rope{};
 #endif
-    body(Args{w, x, norm, bias, out, rows, eps}, rope);
+    body(Args{w, x, norm, bias, out, rows, eps, ahead, ahead_bytes}, rope);
 }

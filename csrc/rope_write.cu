@@ -7,14 +7,14 @@ extern "C" __global__ void __launch_bounds__(256) rope_write(elem* qkv, int rows
     wait_for_inputs();
     let_next_start();
     const long long at = (long long)blockIdx.x * 256 + threadIdx.x;
-    const int row = int(at / PIECES), n = int(at % PIECES) * VEC, head = n / HEAD_DIM, d = n % HEAD_DIM;
+    const int row = int(at / PIECES), n = int(at % PIECES) * VEC, head = n / HEAD_DIM;
     if (row >= rows) return;
     const int position = args.positions[row];
     if (position < 0) return;
     elem* place = qkv + size_t(row) * WIDTH + n;
     Vec v = load16(place);
     if (head < HEADS + KV_HEADS) {
-        const float2* rotation = args.rotation + size_t(position) * (HEAD_DIM / 2) + d / 2;
+        const float2* rotation = rotation_of(args, position, n);
 #pragma unroll
         for (int i = 0; i < VEC; i += 2) {
             const float2 r = rotation[i / 2];
@@ -26,6 +26,7 @@ extern "C" __global__ void __launch_bounds__(256) rope_write(elem* qkv, int rows
     }
     if (head >= HEADS) {
         const int kv = head - HEADS;
-        store16(kv_place(args, row, position, kv / KV_HEADS, kv % KV_HEADS, d), v);
+        const Place place{position, *block_of(args, row, position)};
+        store16(kv_place(args, place, kv / KV_HEADS, kv % KV_HEADS, n % HEAD_DIM), v);
     }
 }

@@ -2,8 +2,8 @@
 // frequency and presence penalties, temperature, top_k, top_p, min_p, one draw. Greedy rows end after the first pass.
 //
 // No sort over the vocabulary: top_k and top_p are a cut, found with a histogram of distances from the best logit and a
-// sort of the few tokens in the bin through which the cut goes. Weights are integers (2^46 for the best token), so sums
-// do not depend on the order in which they are taken and the draw, too, is exact: the same token in every launch.
+// sort of the few tokens in the bin through which the cut goes. Weights are integers (2^46 for the best token, 2^30 or
+// 2^28 where a cut is sought), so sums do not depend on the order in which they are taken: the same token every time.
 // One block per row; each warp owns a contiguous piece of the vocabulary, so that ids ascend by warp, round and lane.
 // Settings: VOCAB, DTYPE (of the logits).
 #include "common.cuh"
@@ -16,6 +16,14 @@ constexpr int LISTED = 2048;  // a bin with at most so many tokens is sorted
 constexpr int STEP = VOCAB % VEC == 0 ? VEC : 1;
 constexpr int ROUNDS = (VOCAB + WARPS * WARP * STEP - 1) / (WARPS * WARP * STEP);
 constexpr int NONE = 0x7fffffff;
+// A cut's weights are added up in two halves of so many bits, whose sums over the whole vocabulary fit 32 bits each.
+constexpr int HALF_BITS = VOCAB <= 1 << 17 ? 15 : 14;
+static_assert(VOCAB <= 1 << 18, "weights could overflow");
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int AT_ONCE = 2;  // rounds; 4 would spill registers
+#else
+constexpr int AT_ONCE = 4;
+#endif
 constexpr unsigned FULL = 0xffffffffu;
 
 // 64 bytes a row, in device memory. `counts` has, for rows with penalties, one word per id of the vocabulary:
@@ -39,7 +47,7 @@ struct Cut {  // what is kept: nearer than `key`, or as near with an id up to `l
 
 struct Shared {
     unsigned counts[BINS];
-    unsigned long long weights[BINS];
+    unsigned high[BINS], low[BINS];  // halves of weights
     unsigned long long list[LISTED];  // key << 32 | id
     unsigned long long sums[WARPS];
     unsigned long long values[WARPS];
@@ -53,7 +61,7 @@ struct Shared {
 struct Source {  // the row as it came, or its adjusted copy
     const elem* raw;
     const float* adjusted;
-    float best, temperature;
+    float best, inverse;  // one over the temperature
 
     __device__ __forceinline__ void load(int id, float (&v)[STEP]) const {
         if (adjusted != nullptr) {
@@ -70,7 +78,7 @@ struct Source {  // the row as it came, or its adjusted copy
     __device__ __forceinline__ float value(int id) const { return adjusted != nullptr ? adjusted[id] : to_float(raw[id]); }
     // How far below the best token, after temperature: 0 is the best, infinite is masked.
     __device__ __forceinline__ float distance(float v) const {
-        const float d = __fdiv_rn(best - v, temperature);
+        const float d = (best - v) * inverse;
         return d != d ? 0.f : d;  // infinite logits, of a broken model, must still give some id
     }
 };
@@ -79,8 +87,19 @@ struct Source {  // the row as it came, or its adjusted copy
 __device__ __forceinline__ unsigned key_of(float distance) {
     return __float2uint_rz(fminf(distance * 67108864.f, 4294967040.f));
 }
-__device__ __forceinline__ unsigned long long weight_of(float distance) {
-    return __float2ull_rz(expf(-distance) * 70368744177664.f);
+__device__ __forceinline__ float likelihood(float distance) {  // 1 for the best token
+    float v;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(distance * -1.44269504f));
+    return v;
+}
+// In 46 bits; in two steps, because conversions to 64 bits are slow.
+__device__ __forceinline__ unsigned long long weight_of(float likelihood) {
+    const float scaled = likelihood * 8388608.f;
+    const unsigned high = __float2uint_rz(scaled), low = __float2uint_rz((scaled - float(high)) * 8388608.f);
+    return (unsigned long long)high << 23 | low;
+}
+__device__ __forceinline__ unsigned cut_weight(float distance) {
+    return __float2uint_rn(likelihood(distance) * float(1 << 2 * HALF_BITS));
 }
 __device__ __forceinline__ bool kept(const Cut& cut, unsigned key, int id) {
     return key < cut.key || (key == cut.key && id <= cut.last);
@@ -89,7 +108,7 @@ __device__ __forceinline__ bool kept(const Cut& cut, unsigned key, int id) {
 // each(id, value) over this warp's piece of the vocabulary, ids ascending by round, lane and call.
 template <typename Each> __device__ __forceinline__ void over_row(const Source& source, Each each) {
     const int first = threadIdx.x / WARP * (ROUNDS * WARP * STEP) + threadIdx.x % WARP * STEP;
-#pragma unroll 4
+#pragma unroll AT_ONCE
     for (int round = 0; round < ROUNDS; ++round) {
         const int id = first + round * WARP * STEP;
         if (id >= VOCAB) break;
@@ -201,22 +220,27 @@ __device__ __forceinline__ Cut narrowed(const Source& source, Shared& s, const C
     int shift = 21;    // of a bin's width
     unsigned long long base = 0, target = top_k;
     while (true) {
-        for (int i = threadIdx.x; i < BINS; i += THREADS) s.counts[i] = 0, s.weights[i] = 0;
+        for (int i = threadIdx.x; i < BINS; i += THREADS) s.counts[i] = 0, s.high[i] = 0, s.low[i] = 0;
         if (threadIdx.x == 0) s.bin = 0, s.listed = 0;
         __syncthreads();
         over_row(source, [&](int id, float v) {
             const float d = source.distance(v);
             const unsigned key = key_of(d), bin = (key - low) >> shift;
             if (key < low || bin >= BINS || !kept(cut, key, id)) return;
-            atomicAdd(&s.counts[bin], 1u);
             if (by_weight) {
-                if (const unsigned long long w = weight_of(d)) atomicAdd(&s.weights[bin], w);
+                const unsigned weight = cut_weight(d);
+                if (weight == 0) return;
+                atomicAdd(&s.low[bin], weight & ((1u << HALF_BITS) - 1));
+                if (const unsigned high = weight >> HALF_BITS) atomicAdd(&s.high[bin], high);
             }
+            atomicAdd(&s.counts[bin], 1u);
         });
         __syncthreads();
         const int mine = threadIdx.x * 2;
-        const unsigned long long a = by_weight ? s.weights[mine] : s.counts[mine];
-        const unsigned long long b = by_weight ? s.weights[mine + 1] : s.counts[mine + 1];
+        auto amount = [&](int bin) {
+            return by_weight ? ((unsigned long long)s.high[bin] << HALF_BITS) + s.low[bin] : s.counts[bin];
+        };
+        const unsigned long long a = amount(mine), b = amount(mine + 1);
         const unsigned long long upto = block_scan(a + b, s);
         if (threadIdx.x == THREADS - 1) s.total = upto;
         __syncthreads();
@@ -234,7 +258,7 @@ __device__ __forceinline__ Cut narrowed(const Source& source, Shared& s, const C
         if (n <= LISTED) break;
         if (shift == 0) {  // more equal tokens than the list holds
             if (!by_weight) return Cut{low, NONE};
-            const unsigned long long each = max(s.weights[bin] / n, 1ull);
+            const unsigned long long each = max(amount(bin) / n, 1ull);
             const unsigned long long wanted = (target - base + each - 1) / each - 1;
             const unsigned key = low;
             return Cut{key, locate(
@@ -246,8 +270,9 @@ __device__ __forceinline__ Cut narrowed(const Source& source, Shared& s, const C
         __syncthreads();
     }
     over_row(source, [&](int id, float v) {
-        const unsigned key = key_of(source.distance(v));
-        if (key >= low && (key - low) >> shift == 0 && kept(cut, key, id))
+        const float d = source.distance(v);
+        const unsigned key = key_of(d);
+        if (key >= low && (key - low) >> shift == 0 && kept(cut, key, id) && (!by_weight || cut_weight(d) != 0))
             s.list[atomicAdd(&s.listed, 1)] = (unsigned long long)key << 32 | unsigned(id);
     });
     __syncthreads();
@@ -261,7 +286,7 @@ __device__ __forceinline__ Cut narrowed(const Source& source, Shared& s, const C
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int at = threadIdx.x * 2 + i;
-        if (at < n) own[i] = weight_of(source.distance(source.value(int(s.list[at] & 0xffffffffu))));
+        if (at < n) own[i] = cut_weight(source.distance(source.value(int(s.list[at] & 0xffffffffu))));
     }
     const unsigned long long before = base + block_scan(own[0] + own[1], s) - own[0] - own[1];
     if (threadIdx.x == 0) s.bin = 0;
@@ -351,16 +376,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     int token = best_of(source, s, source.best);
     if (row.temperature != 0.f) {
-        source.temperature = fmaxf(row.temperature, 1e-5f);
+        source.inverse = 1.f / fmaxf(row.temperature, 1e-5f);
         Cut cut{0xffffffffu, NONE};
         if (row.top_k > 0 && row.top_k < VOCAB) cut = narrowed<false>(source, s, cut, row.top_k, 1.f);
         if (row.top_p < 1.f) cut = narrowed<true>(source, s, cut, 0, row.top_p);
         const uint64_t draw = philox_draw(row.seed, index);
+        const bool all = cut.key == 0xffffffffu;
         token = locate(
             source, s,
             [&](int id, float v) {
-                const float d = source.distance(v);
-                return kept(cut, key_of(d), id) && expf(-d) >= row.min_p ? weight_of(d) : 0ull;
+                const float d = source.distance(v), p = likelihood(d);
+                return (all || kept(cut, key_of(d), id)) && p >= row.min_p ? weight_of(p) : 0ull;
             },
             [&](unsigned long long total) { return __umul64hi(draw, total); });
     }

@@ -23,6 +23,7 @@ SAMPLE_ROW = struct.Struct("<3fi3fiQ3i12x")
 ROW_STATE = struct.Struct("<10Q2i")
 RING_HEADER = 8  # ints before an entry's tokens, in advance.cu
 
+RAISE_SHARED = 32 << 10  # a function may use 48 KiB unasked, what it declares itself included
 _COPY_PIECE = 256 * 4 * 16  # bytes of a block that one block of threads copies, in blocks.cu
 
 
@@ -38,7 +39,7 @@ class Ending(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """`shared` is dynamic shared memory in bytes; above 48 KiB the function's limit has to be raised first."""
+    """`shared` is dynamic shared memory in bytes; above RAISE_SHARED the function's limit has to be raised first."""
 
     kernel: Kernel
     function: str
@@ -70,12 +71,15 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class GemvShape:
-    """How gemv.cu cuts a product: 16-row tiles of the weight and 8-row tiles of x per block, warps, ring stages."""
+    """How gemv.cu cuts a product: 16-row tiles of the weight and 8-row tiles of x per block, warps, chunks
+    of K that a warp has under way, their length, and whether two blocks share the work, which takes a card of 9.0."""
 
     tiles: int
     m_tiles: int
     warps: int
     stages: int
+    chunk: int = 64
+    split: int = 1
 
 
 def gemv(
@@ -88,14 +92,19 @@ def gemv(
     norm: bool = False,
     heads: Heads | None = None,
     shape: GemvShape | None = None,
+    clusters: bool = True,
 ) -> Launch:
-    """x [rows, inputs] times a weight [outputs, inputs]; with SILU the weight has 2 * outputs rows.
+    """x [rows, inputs] times a weight [outputs, inputs]; with SILU the weight has 2 * outputs rows. Cards before 9.0
+    have no clusters.
 
-    Arguments: w, x, norm, bias (each 0 if there is none), out, rows (int), eps (float) and, with ROPE, ROPE_ARGS.
+    Arguments: w, x, norm, bias (each of these two 0 if there is none), out, rows (int), eps (float), ahead (0, or what
+    a later kernel will read, for the L2), its bytes (int) and, with ROPE, ROPE_ARGS.
     """
-    assert inputs % 64 == 0 and outputs % 16 == 0, f"gemv needs 64 | inputs and 16 | outputs, got {inputs}, {outputs}"
+    assert gemv_fits(outputs, inputs), f"no kernel for a product with {outputs} outputs and {inputs} inputs"
     assert (ending is Ending.ROPE) == (heads is not None), "heads are for ROPE, which needs them"
-    cut = shape or gemv_shape(outputs, inputs, rows, ending)
+    cut = GemvShape(1 + (ending is Ending.SILU), m_tiles(rows), 8, 2)
+    if dtype != "float32":  # whose kernel cuts nothing
+        cut = shape or gemv_shape(outputs, inputs, rows, ending, clusters)
     settings = {
         "N": outputs,
         "K": inputs,
@@ -103,6 +112,8 @@ def gemv(
         "M_TILES": cut.m_tiles,
         "WARPS": cut.warps,
         "STAGES": cut.stages,
+        "CHUNK": cut.chunk,
+        "SPLIT": cut.split,
         "NORM": int(norm),
         "EPILOGUE": int(ending),
         "DTYPE": DTYPES.index(dtype),
@@ -112,17 +123,20 @@ def gemv(
     if dtype == "float32":  # a warp has two outputs
         across, shared = _over(outputs, 2 * cut.warps), 0
     else:
-        across = _over(outputs, 16 * (cut.tiles // 2 if ending is Ending.SILU else cut.tiles))
-        shared = gemv_shared(cut, norm, inputs)
+        both = ending is Ending.SILU and cut.split == 1
+        across = _over(outputs, 16 * (cut.tiles // 2 if both else cut.tiles)) * cut.split
+        shared = gemv_shared(cut, norm)
     return Launch(kernel("gemv", **settings), "gemv", (across, _over(rows, 8 * cut.m_tiles)), cut.warps * 32, shared)
 
 
-def gemv_shared(cut: GemvShape, norm: bool, inputs: int) -> int:
-    """Bytes: the ring, no longer than a warp's steps, and where the sums of the warps meet when the ring is done."""
-    stages = min(cut.stages, _over(inputs // 64, cut.warps))
-    ring = stages * (4 * cut.tiles + 2 * norm) * cut.warps * 32 * 16
-    meeting = 4 * cut.warps * cut.m_tiles * 8 * (cut.tiles * 16 + 2 + norm)
-    return max(ring, meeting)
+def gemv_fits(outputs: int, inputs: int) -> bool:
+    """Whether gemv.cu can compute such a product; if not, cuBLAS does."""
+    return inputs % 64 == 0 and outputs % 16 == 0
+
+
+def gemv_shared(cut: GemvShape, norm: bool) -> int:
+    """Bytes: where the sums of the warps meet."""
+    return 4 * cut.warps * cut.m_tiles * 8 * (cut.tiles * 16 + 2 + norm)
 
 
 def m_tiles(rows: int) -> int:
@@ -130,12 +144,24 @@ def m_tiles(rows: int) -> int:
     return 1 if rows <= 8 else 2 if rows <= 16 else 4
 
 
-def gemv_shape(outputs: int, inputs: int, rows: int, ending: Ending) -> GemvShape:
-    """The cut for a product."""
+def gemv_shape(outputs: int, inputs: int, rows: int, ending: Ending, clusters: bool) -> GemvShape:
+    """The cut for a product, from `python -m benchmarks.kernels_small --sweep` on an H200."""
     pair = 2 if ending is Ending.SILU else 1
+    across = m_tiles(rows)
     tiles = outputs // 16
-    per_block = min(_over(tiles, 132), 3 if rows <= 16 else 2) if pair == 1 else 1
-    return GemvShape(per_block * pair, m_tiles(rows), min(8, _over(inputs, 64)), 3)
+    if inputs < 2048:  # the time that it takes to begin and to end is everything
+        chunks = inputs // 64
+        warps = next((count for count in range(9, 3, -1) if chunks % count == 0), min(8, chunks))
+        per_block = 2 if pair == 2 and across == 1 and tiles > 1 else 1
+        return GemvShape(per_block * pair, across, warps, min(3, _over(chunks, warps)))
+    if pair == 2:
+        if across == 4 and clusters and tiles >= 7:
+            return GemvShape(7, 4, 8, 1, chunk=32, split=2)
+        return GemvShape(2, across, 8, 4 if across == 1 else 2)
+    per_block = _over(tiles, 132)
+    if per_block == 3:
+        return GemvShape(3, across, 8, 3 if across != 2 else 2, chunk=32 if across == 4 else 64)
+    return GemvShape(min(2, tiles), across, 8, 3 if across == 1 else 2)
 
 
 def rope_write(heads: Heads, tokens: int, dtype: str) -> Launch:

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,18 +111,19 @@ def usages(compiled: Path) -> list[Usage]:
     ]
 
 
-def check_spills(kernels: Iterable[Kernel], arch: str, cache_dir: Path = DEFAULT_CACHE_DIR) -> int:
+def check_spills(kernels: Iterable[Kernel], arch: str, cache_dir: Path = DEFAULT_CACHE_DIR, jobs: int = 1) -> int:
     """Compiles all of them; how many there are. Raises KernelError naming the first that spills registers."""
-    count = 0
-    for wanted in kernels:
-        for usage in usages(cubin(wanted, arch, cache_dir)):
+    wanted = list(kernels)
+    with ThreadPoolExecutor(jobs) as pool:
+        compiled = list(pool.map(lambda one: cubin(one, arch, cache_dir), wanted))
+    for one, file in zip(wanted, compiled, strict=True):
+        for usage in usages(file):
             if usage.spilled or usage.stack:
                 raise KernelError(
-                    f"{wanted} for {arch}: {usage.function} spills {usage.spilled} bytes of registers and keeps "
+                    f"{one} for {arch}: {usage.function} spills {usage.spilled} bytes of registers and keeps "
                     f"{usage.stack} bytes on its stack"
                 )
-        count += 1
-    return count
+    return len(wanted)
 
 
 def _digest(wanted: Kernel, arch: str) -> str:

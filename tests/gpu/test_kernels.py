@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 
 from benchmarks.launcher import compile_all, run  # noqa: E402
 from engine.backend import launches  # noqa: E402
-from engine.backend.launches import Ending, Heads, Launch  # noqa: E402
+from engine.backend.launches import Ending, GemvShape, Heads, Launch  # noqa: E402
 from engine.batch import SampleInput  # noqa: E402
 from engine.sampler import sample  # noqa: E402
 from engine.types import SamplingParams  # noqa: E402
@@ -46,23 +46,31 @@ PRODUCTS = [
     (1008, 320, Ending.STORE, True),  # no power of two anywhere
 ]
 ROWS = (1, 3, 8, 13, 32, 70)
+CUTS = [
+    GemvShape(tiles=2, m_tiles=4, warps=4, stages=3, chunk=32, split=1),
+    GemvShape(tiles=2, m_tiles=2, warps=8, stages=2, chunk=32, split=2),
+    GemvShape(tiles=6, m_tiles=1, warps=5, stages=2, chunk=32, split=2),
+    GemvShape(tiles=4, m_tiles=4, warps=3, stages=1, chunk=32, split=2),
+]
 VOCABS = [(49152, "float32"), (128256, "float32"), (128256, "bfloat16"), (50257, "bfloat16"), (1000, "float32")]
 
 
-def gemv_of(case: tuple[int, int, Ending, bool], rows: int, dtype: str) -> Launch:
+def gemv_of(case: tuple[int, int, Ending, bool], rows: int, dtype: str, cut: GemvShape | None = None) -> Launch:
     outputs, inputs, ending, norm = case
-    return launches.gemv(outputs, inputs, rows, dtype, ending, norm=norm)
+    return launches.gemv(outputs, inputs, rows, dtype, ending, norm=norm, shape=cut)
 
 
-def rope_gemv(heads: Heads, inputs: int, rows: int, dtype: str) -> Launch:
+def rope_gemv(heads: Heads, inputs: int, rows: int, dtype: str, cut: GemvShape | None = None) -> Launch:
     outputs = (heads.heads + 2 * heads.kv_heads) * heads.head_dim
-    return launches.gemv(outputs, inputs, rows, dtype, Ending.ROPE, norm=True, heads=heads)
+    return launches.gemv(outputs, inputs, rows, dtype, Ending.ROPE, norm=True, heads=heads, shape=cut)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled() -> None:
     wanted = [gemv_of(case, rows, dtype) for case in PRODUCTS for rows in ROWS for dtype in DTYPES]
     wanted += [rope_gemv(heads, 576, rows, dtype) for heads in ALL_HEADS for rows in ROWS for dtype in DTYPES]
+    wanted += [gemv_of(case, 1, "bfloat16", cut) for case in PRODUCTS for cut in CUTS]
+    wanted += [rope_gemv(NARROW, 576, 1, "bfloat16", cut) for cut in CUTS]
     wanted += [launches.rope_write(heads, 1, dtype) for heads in ALL_HEADS for dtype in DTYPES]
     wanted += [launches.rms_norm(hidden, 1, dtype) for hidden in (576, 4096, 5120) for dtype in DTYPES]
     wanted += [launches.silu_mul(inner, 1, dtype) for inner in (1536, 14336) for dtype in DTYPES]
@@ -193,42 +201,75 @@ def test_rope_write_rotates_q_and_k_and_writes_k_and_v_to_their_blocks(heads: He
 # ---- products -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: f"{case[0]}x{case[1]}-{case[2].name}-{case[3]}")
-def test_gemv_is_the_product_with_what_comes_before_and_after(case: tuple[int, int, Ending, bool], dtype: str) -> None:
-    outputs, inputs, ending, norm = case
-    scale = inputs**-0.5
-    weight = normal(outputs * (2 if ending is Ending.SILU else 1), inputs, dtype=dtype, scale=scale)
-    gain, bias = normal(inputs, dtype=dtype), normal(weight.shape[0], dtype=dtype)
-    for rows in ROWS:
-        biased = rows in (3, 32)
-        x = normal(rows, inputs, dtype=dtype, scale=random.choice((0.02, 1.0, 30.0)) if norm else 1.0)
-        product = (normed(x, gain) if norm else x.double()) @ weight.double().t()
+class Problem:
+    """A product with what comes before and after it, in float64."""
+
+    def __init__(self, case: tuple[int, int, Ending, bool], dtype: str) -> None:
+        self.outputs, self.inputs, self.ending, self.norm = case
+        self.dtype = dtype
+        halves = 2 if self.ending is Ending.SILU else 1
+        self.weight = normal(self.outputs * halves, self.inputs, dtype=dtype, scale=self.inputs**-0.5)
+        self.gain, self.bias = normal(self.inputs, dtype=dtype), normal(self.weight.shape[0], dtype=dtype)
+
+    def check(self, launch: Launch, rows: int, *, biased: bool = False, ahead: bool = False) -> None:
+        x = normal(rows, self.inputs, dtype=self.dtype, scale=random.choice((0.02, 1.0, 30.0)) if self.norm else 1.0)
+        product = (normed(x, self.gain) if self.norm else x.double()) @ self.weight.double().t()
         if biased:
-            product += bias.double()
-        out = poisoned(rows, outputs, dtype="float32" if ending is Ending.LOGITS else dtype)
-        if ending is Ending.RESIDUAL:
-            out = normal(rows, outputs, dtype=dtype)
+            product += self.bias.double()
+        out = poisoned(rows, self.outputs, dtype="float32" if self.ending is Ending.LOGITS else self.dtype)
+        if self.ending is Ending.RESIDUAL:
+            out = normal(rows, self.outputs, dtype=self.dtype)
             product += out.double()
-        elif ending is Ending.SILU:
+        elif self.ending is Ending.SILU:
             gate, up = product.chunk(2, -1)
             product = torch.nn.functional.silu(gate) * up
-        launch = gemv_of(case, rows, dtype)
-        run(launch, weight, x, gain if norm else None, bias if biased else None, out, rows, EPS)
-        assert_close(out, product, dtype)
+        hint = (self.weight, self.weight.numel() * self.weight.element_size()) if ahead else (None, 0)
+        gain, bias = self.gain if self.norm else None, self.bias if biased else None
+        run(launch, self.weight, x, gain, bias, out, rows, EPS, *hint)
+        assert_close(out, product, self.dtype)
+
+
+def name_of(case: tuple[int, int, Ending, bool]) -> str:
+    return f"{case[0]}x{case[1]}-{case[2].name}{'-norm' if case[3] else ''}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", PRODUCTS, ids=name_of)
+def test_gemv_is_the_product_with_what_comes_before_and_after(case: tuple[int, int, Ending, bool], dtype: str) -> None:
+    problem = Problem(case, dtype)
+    for rows in ROWS:
+        problem.check(gemv_of(case, rows, dtype), rows, biased=rows in (3, 32), ahead=rows == 13)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("case", PRODUCTS, ids=name_of)
+def test_a_product_does_not_depend_on_how_it_is_cut(case: tuple[int, int, Ending, bool], cut: GemvShape) -> None:
+    problem = Problem(case, "bfloat16")
+    for rows in ROWS:
+        problem.check(gemv_of(case, rows, "bfloat16", cut), rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", ALL_HEADS, ids=lambda heads: str(heads.head_dim))
 def test_gemv_may_end_with_rotation_and_kv_write(heads: Heads, dtype: str) -> None:
+    for rows in ROWS:
+        check_rope(rope_gemv(heads, 576, rows, dtype), heads, rows, dtype)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_rotation_and_kv_write_do_not_depend_on_how_the_product_is_cut(cut: GemvShape) -> None:
+    for rows in ROWS:
+        check_rope(rope_gemv(NARROW, 576, rows, "bfloat16", cut), NARROW, rows, "bfloat16")
+
+
+def check_rope(launch: Launch, heads: Heads, rows: int, dtype: str) -> None:
     outputs = (heads.heads + 2 * heads.kv_heads) * heads.head_dim
     weight, gain = normal(outputs, 576, dtype=dtype, scale=576**-0.5), normal(576, dtype=dtype)
-    for rows in ROWS:
-        written = Written(heads, rows, dtype)
-        x, out = normal(rows, 576, dtype=dtype), poisoned(rows, outputs, dtype=dtype)
-        product = normed(x, gain) @ weight.double().t()
-        run(rope_gemv(heads, 576, rows, dtype), weight, x, gain, None, out, rows, EPS, written.arguments())
-        written.check(product, out)
+    written = Written(heads, rows, dtype)
+    x, out = normal(rows, 576, dtype=dtype), poisoned(rows, outputs, dtype=dtype)
+    product = normed(x, gain) @ weight.double().t()
+    run(launch, weight, x, gain, None, out, rows, EPS, None, 0, written.arguments())
+    written.check(product, out)
 
 
 def test_overlapping_kernels_see_what_the_kernel_before_them_wrote() -> None:
@@ -240,7 +281,7 @@ def test_overlapping_kernels_see_what_the_kernel_before_them_wrote() -> None:
     for overlap in (False, True, True):
         buffers = [x, *(torch.zeros_like(x) for _ in weights)]
         for i, weight in enumerate(weights):
-            run(launch, weight, buffers[i], None, None, buffers[i + 1], 4, EPS, overlap=overlap)
+            run(launch, weight, buffers[i], None, None, buffers[i + 1], 4, EPS, None, 0, overlap=overlap)
         torch.cuda.synchronize()
         results.append(buffers[-1])
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
