@@ -9,7 +9,11 @@ import pytest
 from cluster import Cluster
 from typer.main import get_command
 
+from decode_service.config import ROLE as DECODE
 from pagewire.cli import app
+from prefill_service.config import ROLE as PREFILL
+from router.config import parse as router_flags
+from wire.options import parse as worker_flags
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -43,6 +47,18 @@ def test_every_command_and_flag_that_it_shows_is_there() -> None:
         flag for row in re.findall(r"^\| (`--.*?) \|", table, re.MULTILINE) for flag in re.findall(r"--[a-z-]+", row)
     }
     assert flags_of("up") - documented == {"--demo", "--help"}
+
+
+def test_every_flag_of_a_process_that_it_shows_can_be_parsed() -> None:
+    shown = re.findall(r"python -m (router|prefill_service|decode_service) (--.*)", README)
+    assert {module for module, _ in shown} == {"router", "prefill_service", "decode_service"}
+    for module, line in shown:
+        flags = [part for part in line.split() if part != "token" and part != "--token-file"]
+        if module == "router":
+            assert router_flags(flags, {}).targets[0][1] == "127.0.0.2:50061"
+        else:
+            role = PREFILL if module == "prefill_service" else DECODE
+            assert worker_flags(role, flags, {}).host in ("127.0.0.2", "127.0.0.3")
 
 
 def test_every_folder_that_it_describes_is_there() -> None:
