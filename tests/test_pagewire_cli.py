@@ -214,7 +214,7 @@ def test_a_worker_that_dies_is_reported_and_ends_a_deployment_that_needs_it(mode
         said = up.stdout.read()
         assert up.wait(timeout=30) == 1
         assert f"decode-1 (pid {victim.pid}) was killed by SIGKILL; its last lines" in said
-        assert said.endswith("pagewire: stopped, because decode-1 ended\n")
+        assert said.endswith("\nstopping: requests have 30 s to finish\npagewire: stopped, because decode-1 ended\n")
         assert all_gone(children, seconds=0.5)
 
 

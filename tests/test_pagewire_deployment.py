@@ -99,6 +99,7 @@ async def test_logs_of_a_start_that_was_given_up_are_kept_and_quoted() -> None:
         while not deployment.children[0].last_lines():
             await asyncio.sleep(0.01)
         assert "router is not ready" in deployment.why_not_ready() and "router: waiting" in deployment.why_not_ready()
+        assert deployment.farewell() == "stopping", "it has served nobody"
     finally:
         await deployment.stop()
     assert deployment.log_dir.exists()

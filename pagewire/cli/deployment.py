@@ -213,6 +213,11 @@ class Deployment:
         """The router and at least one worker of each kind are running."""
         return {child.program.role for child in self.children if child.running} == {"router", *MODULES}
 
+    def farewell(self) -> str:
+        """What is said when it stops: whether somebody may still be served."""
+        roles = {child.program.role for child in self._ready_ones if child.running}
+        return f"stopping: requests have {self._grace:g} s to finish" if "router" in roles else "stopping"
+
     async def stop(self) -> None:
         """Drains: the router first, then all workers at once. Nothing is left when it returns."""
         for stage in (("router",), tuple(MODULES)):

@@ -90,7 +90,7 @@ async def up(topology: Topology, demo: str | None) -> None:
         await signals.unless_interrupted(_serve(topology, security, demo, deployment, console))
     except Interrupted:
         console.print(deployment.why_not_ready(), markup=False)
-        console.print(f"stopping: requests have {topology.grace:g} s to finish, a second Ctrl-C stops at once")
+        console.print(f"{deployment.farewell()}, a second Ctrl-C stops at once")
     finally:
         if not await signals.unless_hurried(deployment.stop()):
             await deployment.kill()
@@ -109,7 +109,7 @@ async def _serve(
     while True:
         death = await deployment.next_death()
         goes_on = deployment.can_serve()
-        then = "the others go on" if goes_on else f"stopping: requests have {topology.grace:g} s to finish"
+        then = "the others go on" if goes_on else deployment.farewell()
         console.print(f"{death}\n{then}", markup=False, soft_wrap=True, style="yellow")
         if not goes_on:
             raise CommandFailed(f"stopped, because {death.name} ended")
