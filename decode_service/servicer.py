@@ -61,6 +61,10 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
     def _connect(self, address: str) -> grpc.aio.Channel:
         return open_channel(address, self._options.security, internal=True)
 
+    @property
+    def stuck(self) -> bool:
+        return self._driver is not None and self._driver.stuck
+
     async def run(self) -> None:
         assert self._driver, "run before load"
         await self._driver.run()

@@ -22,6 +22,7 @@ from wire.session import Outbound
 log = get_logger("driver")
 
 TICK_S = 0.25
+STUCK_S = 30.0  # a step that takes longer is taken for one that does not end
 
 
 class Core(Protocol):
@@ -59,6 +60,12 @@ class Driver:
         self._last_session = 0
         self._wake = asyncio.Event()
         self._audited = True
+        self._step_began: float | None = None  # of the step on the device
+
+    @property
+    def stuck(self) -> bool:
+        """The engine has work and makes no step: whoever sends it more should know."""
+        return self._step_began is not None and time.monotonic() - self._step_began > STUCK_S
 
     def apply(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -109,6 +116,7 @@ class Driver:
         return self.core.next_batch(time.monotonic())
 
     async def _step(self, batch: Batch) -> StepOutput:
+        self._step_began = time.monotonic()
         try:
             return await self._device.run(self._step_on_device, batch)
         except Exception as error:
@@ -116,6 +124,8 @@ class Driver:
             error_id = secrets.token_hex(4)
             log.exception("step_failed", error_id=error_id, rows=len(batch.rows))
             raise StepFailed(error_id) from error
+        finally:
+            self._step_began = None
 
     def _on_step(self, output: StepOutput) -> None:
         self.apply(self.core.on_step(output, time.monotonic()))

@@ -61,6 +61,10 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
         self._hello = engine.hello(node, [TransportOffer("grpc")])
         return engine.description
 
+    @property
+    def stuck(self) -> bool:
+        return self._driver is not None and self._driver.stuck
+
     async def run(self) -> None:
         assert self._driver, "run before load"
         await self._driver.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -20,9 +21,11 @@ from wire.health import is_ready
 from wire.security import Security
 
 SERVICE = "pagewire.v1.PrefillService"
-# A prefill worker on a FakeRunner; the model "slow" never finishes loading, and "broken" fails in a way nobody foresaw.
+# A prefill worker on a FakeRunner; the model "slow" never finishes loading, "broken" fails in a way nobody foresaw, and
+# "hangs" takes two seconds for each step, where half a second is too long.
 PROGRAM = """
 import sys, time
+from kvtransfer import driver
 from prefill_service.config import ROLE
 from prefill_service.servicer import PrefillServicer
 from tests.test_prefill_service_servicer import fake_engine
@@ -36,7 +39,10 @@ def assemble(options, say):
     while options.model == "slow":
         say("reading")
         time.sleep(0.2)
-    return fake_engine(options, say)
+    engine = fake_engine(options, say)
+    if options.model == "hangs":
+        driver.STUCK_S, engine.runner.step_seconds = 0.5, 2.0
+    return engine
 
 sys.exit(run_worker(ROLE, lambda options: PrefillServicer(options, assemble)))
 """
@@ -97,6 +103,25 @@ def test_sigterm_drains_and_exits_with_0(free_port: int) -> None:
         code, out, err = it.end()
         assert code == 0 and "draining" in out and "stopped" in out
         assert err == ""
+
+
+async def test_a_worker_whose_step_does_not_end_is_alive_and_not_ready_until_it_does(free_port: int) -> None:
+    with worker(free_port, "--model", "hangs") as it:
+        it.wait_for("ready")
+        channel = open_channel(f"127.0.0.1:{free_port}", Security(), internal=True)
+        router = Router(channel)
+        router.start(1, [1, 2, 3])
+        async with asyncio.timeout(10):
+            while await ready(free_port, SERVICE):
+                await asyncio.sleep(0.05)
+            assert await ready(free_port, "") and not any(isinstance(each, FirstToken) for each in router.events)
+            while not await ready(free_port, SERVICE):
+                await asyncio.sleep(0.05)
+        await router.get(FirstToken)
+        await router.end()
+        await channel.close()
+        it.wait_for("not ready: a step does not end")
+        it.wait_for("ready again")
 
 
 async def test_a_second_signal_ends_a_drain_at_once(free_port: int) -> None:

@@ -30,6 +30,7 @@ from wire.security import InsecureAddress
 log = logs.get_logger("worker")
 
 FLUSH_S = 2.0  # how long streams may take to send their last messages
+LOOK_S = 0.5  # how often the stage is asked whether it makes progress
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,6 +46,10 @@ class Stage(Protocol):
 
     async def load(self, address: str, say: Callable[[str], None]) -> str:
         """Returns what is served, in a few words. Raises CannotStart."""
+
+    @property
+    def stuck(self) -> bool:
+        """It has work and has made no step for long: it is not ready until it makes one."""
 
     async def run(self) -> None: ...
     async def drain(self, grace: float) -> None: ...
@@ -130,8 +135,10 @@ class _Process:
         """Returns when a signal has come and the drain is over; raises what ended the stage otherwise."""
         grace = self._options.grace
         working = asyncio.create_task(self._stage.run())
+        watching = asyncio.create_task(self._watch(health))
         try:
             await self._first(working, self._stop.wait())
+            watching.cancel()
             if not working.done():
                 await health.set_ready(False)
                 self._say(f"draining for at most {grace:g} s; a second signal ends at once")
@@ -140,7 +147,18 @@ class _Process:
                 await working
         finally:
             working.cancel()
-            await asyncio.wait([working])
+            watching.cancel()
+            await asyncio.wait([working, watching])
+
+    async def _watch(self, health: Health) -> None:
+        """Not ready while a step hangs, and ready again when it ends."""
+        ready = True
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if ready == self._stage.stuck:
+                ready = not ready
+                await health.set_ready(ready)
+                self._say("ready again: a step has ended" if ready else "not ready: a step does not end")
 
     async def _first(self, working: asyncio.Task[Any], other: Coroutine[Any, Any, Any]) -> None:
         """Until either is done; `other` is cancelled if it is not the one, and raises here if it failed."""
