@@ -161,26 +161,19 @@ __device__ __forceinline__ int locate(const Source& source, Shared& s, Amount am
         for (int round = 0; round < ROUNDS; ++round) {
             const int id = warp * (ROUNDS * WARP * STEP) + (round * WARP + lane) * STEP;
             float v[STEP];
-            unsigned long long own[STEP], all = 0;
-            if (id < VOCAB) source.load(id, v);
+            unsigned long long all = 0;
+            if (id < VOCAB) {
+                source.load(id, v);
 #pragma unroll
-            for (int i = 0; i < STEP; ++i) {
-                own[i] = id < VOCAB ? amount(id + i, v[i]) : 0;
-                all += own[i];
+                for (int i = 0; i < STEP; ++i) all += amount(id + i, v[i]);
             }
             const unsigned long long upto = running + warp_scan(all);
             const unsigned found = __ballot_sync(FULL, upto > wanted);
             if (found != 0) {
                 if (lane == __ffs(found) - 1) {
                     unsigned long long at = upto - all;
-                    int pick = id + STEP - 1;
-#pragma unroll
-                    for (int i = STEP - 1; i >= 0; --i) {
-                        unsigned long long through = at;
-#pragma unroll
-                        for (int j = 0; j <= i; ++j) through += own[j];
-                        if (through > wanted) pick = id + i;
-                    }
+                    int pick = id;
+                    while ((at += amount(pick, source.value(pick))) <= wanted) ++pick;
                     s.token = pick;
                 }
                 break;
@@ -355,7 +348,7 @@ __device__ __forceinline__ void adjust(const Row& row, const elem* from, float* 
 
 // tokens[row] for every row whose position is not below 0. `indices` is the index of the token to be chosen. `adjusted`
 // [rows, VOCAB] is scratch, `counts` [rows, VOCAB]; both may be null while no row asks for penalties, biases or min_tokens.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     sample(const elem* logits, const Row* params, const int* positions, const int* indices, const unsigned* counts,
            const int* bias_ids, const float* bias_values, int bias_width, const int* end_ids, int end_width,
            float* adjusted, int* tokens) {

@@ -134,6 +134,17 @@ def gemv_fits(outputs: int, inputs: int) -> bool:
     return inputs % 64 == 0 and outputs % 16 == 0
 
 
+def gemv_pays(outputs: int, inputs: int, rows: int, ending: Ending) -> bool:
+    """Whether gemv.cu is faster than cuBLAS and the small kernels around it; measured on an H200."""
+    if not gemv_fits(outputs, inputs):
+        return False
+    if inputs < 2048:
+        most = {Ending.LOGITS: 8, Ending.SILU: 64, Ending.ROPE: 128, Ending.RESIDUAL: 128 if inputs < 1024 else 64}
+    else:
+        most = {Ending.LOGITS: 8, Ending.SILU: 8, Ending.ROPE: 32, Ending.RESIDUAL: 32 if inputs <= outputs else 16}
+    return rows <= most.get(ending, 16)
+
+
 def gemv_shared(cut: GemvShape, norm: bool) -> int:
     """Bytes: where the sums of the warps meet."""
     return 4 * cut.warps * cut.m_tiles * 8 * (cut.tiles * 16 + 2 + norm)
