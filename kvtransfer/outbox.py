@@ -246,6 +246,8 @@ class Outbox:
         return actions
 
     def _want(self, lease: _Lease, pull: _Pull, positions: Sequence[int], now: float) -> list[Action]:
+        if len(positions) > len(lease.blocks):  # a message holds millions, and looking at each would stop the loop
+            return self._fail(lease, pull, now, positions=str(len(positions)), num_blocks=str(len(lease.blocks)))
         for position in positions:
             if not 0 <= position < len(lease.blocks):
                 return self._fail(lease, pull, now, position=str(position), num_blocks=str(len(lease.blocks)))

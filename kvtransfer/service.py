@@ -252,7 +252,13 @@ class PullClients:
             async for request in outbound.drain():
                 yield pull_request_to_pb(request)
 
-        channel, users = self._channel(address, pull)
+        try:
+            channel, users = self._channel(address, pull)
+        except OSError as error:  # its certificates cannot be read at the moment
+            log.warning("pull_broken", pull=pull, owner=address, error=str(error))
+            del self._streams[pull]
+            self._apply(self._core.pull_stream_closed(pull, time.monotonic()))
+            return
         call = stream.call = worker_pb2_grpc.KvTransferServiceStub(channel).Pull(requests())
         watch = _Watch(outbound, Heartbeat, call.cancel)
         watching = asyncio.create_task(watch.run())

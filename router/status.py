@@ -23,9 +23,10 @@ from wire.errors import sentence as reason_sentence
 
 DOMAIN = "pagewire"
 DETAILS_KEY = "grpc-status-details-bin"
-MAX_SENTENCE = 1000  # characters; a status travels in a header
+MAX_SENTENCE = 1000  # bytes; a status travels in a header, with each byte that is not ASCII as three characters
 MAX_FACTS = 24
-MAX_FACT = 200
+MAX_FACT = 200  # bytes
+MAX_ALL_FACTS = 1000  # bytes; a client refuses headers beyond 8 KiB, and then learns nothing at all
 
 
 class RequestError(Exception):
@@ -69,7 +70,7 @@ class RequestError(Exception):
 async def abort(context: grpc.aio.ServicerContext, error: RequestError) -> NoReturn:
     """Ends the call with the error's status."""
     code = grpc.StatusCode[error.code]
-    text = str(error)[:MAX_SENTENCE]
+    text = _clipped(str(error), MAX_SENTENCE)
     status = status_pb2.Status(code=code.value[0], message=text, details=map(_packed, _details(error)))
     trailers: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
     if error.retry_after:
@@ -78,16 +79,28 @@ async def abort(context: grpc.aio.ServicerContext, error: RequestError) -> NoRet
 
 
 def _details(error: RequestError) -> Sequence[Message]:
-    facts = {name: value[:MAX_FACT] for name, value in list(error.facts.items())[:MAX_FACTS]}
+    facts: dict[str, str] = {}
+    room = MAX_ALL_FACTS
+    for name, value in list(error.facts.items())[:MAX_FACTS]:
+        fact = _clipped(value, MAX_FACT)
+        room -= len(name.encode()) + len(fact.encode())
+        if room < 0:
+            break
+        facts[name] = fact
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=facts)]
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field, description=str(error)[:MAX_SENTENCE]
+            field=error.field, description=_clipped(str(error), MAX_SENTENCE)
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after:
         details.append(error_details_pb2.RetryInfo(retry_delay=to_duration(error.retry_after)))
     return details
+
+
+def _clipped(text: str, most: int) -> str:
+    """At most so many bytes, no half character. Half a surrogate pair, which JSON can spell, becomes "?"."""
+    return text.encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
 
 
 def _packed(detail: Message) -> AnyMessage:

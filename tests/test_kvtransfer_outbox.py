@@ -227,6 +227,14 @@ def test_local_blocks_change_owner_instead_of_being_freed() -> None:
     assert 9 not in box and box.leased_blocks == 0
 
 
+def test_more_positions_than_there_are_blocks_end_the_pull_unread() -> None:
+    box = outbox(2)
+    box.pull_message(1, opening(), 0.0)
+    refused, closed = box.pull_message(1, PullWant((0,) * 3), 0.0)
+    assert refused.event.reason is Reason.INVALID_FIELD and closed == ClosePull(1)
+    assert not box.ignored and 9 in box
+
+
 def test_a_stream_may_not_claim_to_be_local_because_nobody_would_take_the_blocks() -> None:
     box = outbox(1)
     box.sealed(9, [handle(0)], 0.0)

@@ -379,6 +379,18 @@ async def test_bytes_of_an_owner_that_are_no_message_fail_the_pull(free_port: in
         await server.stop(None)
 
 
+async def test_a_channel_that_cannot_be_opened_fails_the_pull() -> None:
+    def broken(address: str) -> grpc.aio.Channel:
+        raise FileNotFoundError("cert.pem")
+
+    side = PullSide(Puller(16, BLOCK_BYTES))
+    side.clients = PullClients(side.puller, side.puller.cache, side.apply, broken)
+    pull = side.start(Ticket(9, Node("n", 1, "127.0.0.1:1"), 8, 2, 60.0), PLACED)
+    await until(lambda: side.puller.failed.get(pull) is Reason.COPY_FAILED and pull in side.puller.drained)
+    assert len(side.clients) == 0
+    await side.clients.close()
+
+
 async def test_nonsense_of_a_puller_ends_its_stream_with_a_sentence(pair: Pair) -> None:
     ticket = pair.owner.accept(KEY, 8, 0.0)
     opening = pull_request_to_pb(PullOpen(ticket.id, PLACED, 77, "grpc", layout_digest(layout(BLOCK_BYTES))))

@@ -19,7 +19,7 @@ import grpc.aio
 if TYPE_CHECKING:
     import ssl
 
-_OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
+_OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})  # not Watch: a stranger could hold streams open
 
 
 class InsecureAddress(ValueError):
