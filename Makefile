@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PROMPT_TEXT := $(value PROMPT)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint format protos install clean
+.PHONY: help demo serve test lint format kernels protos install clean
 .DELETE_ON_ERROR:
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make lint    ruff, mypy and buf"
 	@echo "make format  ruff's formatter and import order, in place"
 	@echo "make protos  generate the protobuf modules again after an edit"
+	@echo "make kernels compile the CUDA kernels for sm_80 and sm_90a with nvcc; no GPU needed"
 	@echo "make clean   remove .venv and what was built"
 
 demo: $(STAMP)/model
@@ -47,6 +48,9 @@ lint: $(STAMP)/dev
 format: $(STAMP)/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+kernels: $(STAMP)/project
+	$(BIN)/python -m engine.backend.compile --all $(KERNEL_FLAGS)
 
 protos: $(STAMP)/dev
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --pyi_out=. protos/*.proto

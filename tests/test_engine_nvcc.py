@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.backend import nvcc
+from engine.backend.compile import all_kernels, main
 from engine.backend.launches import ROPE_ARGS, ROW_STATE, SAMPLE_ROW, Ending, Heads, gemv
 from engine.backend.nvcc import Kernel, KernelError, architecture, check_spills, cubin, kernel, usages
 
@@ -149,3 +150,16 @@ def test_a_product_is_cut_so_that_every_output_and_row_is_covered() -> None:
                 assert launch.grid[0] // split * per_block >= outputs > (launch.grid[0] // split - 1) * per_block
                 assert launch.grid[1] * settings["M_TILES"] * 8 >= rows
                 assert launch.block == 32 * settings["WARPS"] and launch.shared <= 227 << 10
+
+
+def test_what_is_compiled_ahead_covers_every_kernel_and_asks_no_old_card_for_clusters() -> None:
+    sources = {file.stem for file in nvcc.SOURCES.glob("*.cu")} - {"read_ceiling"}  # which only benchmarks launch
+    for arch in ("sm_80", "sm_90a"):
+        assert {one.source for one in all_kernels(arch)} >= sources
+    old = [dict(one.settings)["SPLIT"] for one in all_kernels("sm_80") if one.source == "gemv"]
+    assert set(old) == {1}
+
+
+def test_compiling_ahead_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", str(tmp_path), "--cache-dir", str(tmp_path / "cache")]) == 1
+    assert "has no config.json" in capsys.readouterr().err

@@ -168,10 +168,12 @@ def gemv_shape(outputs: int, inputs: int, rows: int, ending: Ending, clusters: b
     if pair == 2:
         if across == 4 and clusters and tiles >= 7:
             return GemvShape(7, 4, 8, 1, chunk=32, split=2)
-        return GemvShape(2, across, 8, 4 if across == 1 else 2)
+        return GemvShape(2, across, 8, 3, chunk=32) if across == 4 else GemvShape(2, across, 8, 4 if across == 1 else 2)
     per_block = _over(tiles, 132)
     if per_block == 3:
         return GemvShape(3, across, 8, 3 if across != 2 else 2, chunk=32 if across == 4 else 64)
+    if across == 4 and ending is not Ending.RESIDUAL:  # a norm before it takes registers, too
+        return GemvShape(min(2, tiles), across, 8, 3, chunk=32)
     return GemvShape(min(2, tiles), across, 8, 3 if across == 1 else 2)
 
 
@@ -212,6 +214,12 @@ def advance(vocab: int, block_size: int, rows: int) -> Launch:
 def apply(vocab: int, block_size: int, runs: int) -> Launch:
     """Arguments: the state's array of ints, changes. `runs` is an upper limit that only spreads the work."""
     return Launch(_state(vocab, block_size), "apply", (runs, 1), 128)
+
+
+def next_changes() -> Launch:
+    """Like apply, from a ring of entries. Arguments: the state's array of ints, ring, ints of an entry (int), entries
+    (int), the counter that `advance` moves on."""
+    return Launch(kernel("next_changes"), "next_changes", (64, 1), 128)
 
 
 def count(vocab: int, block_size: int) -> Launch:
