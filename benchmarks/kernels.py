@@ -144,7 +144,8 @@ ATTENTION_SHAPES = [
     (128, 1024), (128, 4096), (256, 1024), (256, 4096),
 ]  # fmt: skip
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-LAYERS, LAYER = 2, 1  # of the pool, and the one that is read
+MAX_LAYERS, LAYER = 32, 1  # of the pool, as memory allows, and the one that is read
+MAX_POOL = 16 << 30  # bytes
 
 
 @dataclass(slots=True)
@@ -177,15 +178,19 @@ class AttentionCase:
         self.lengths = list(lengths)
         self.block_size = block_size
         counts = [-(-n // block_size) for n in lengths]
-        self.blocks = sum(counts)
-        size = (self.blocks, LAYERS, 2, KV_HEADS, block_size, HEAD_DIM)
-        self.cache = torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_()
+        self.blocks = max(sum(counts), 1)
+        layers = max(
+            min(2, MAX_LAYERS), min(MAX_LAYERS, MAX_POOL // (self.blocks * 2 * KV_HEADS * block_size * HEAD_DIM * 2))
+        )
+        size = (self.blocks, layers, 2, KV_HEADS, block_size, HEAD_DIM)
+        self.cache = torch.empty(size, dtype=torch.bfloat16, device="cuda")
+        self.cache[:, LAYER] = torch.randn(self.blocks, *size[2:], dtype=torch.bfloat16, device="cuda")
         self.q = torch.randn(len(counts), HEADS, HEAD_DIM, device="cuda").bfloat16()
         self.out = torch.full_like(self.q, math.nan)
         self.ids = torch.randperm(self.blocks).int()
-        self.tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+        self.tables = torch.zeros(len(counts), max(*counts, 1), dtype=torch.int32)
         self.counts = counts
-        for row, ids in enumerate(self.ids.split(counts)):
+        for row, ids in enumerate(self.ids[: sum(counts)].split(counts)):
             self.tables[row, : len(ids)] = ids
         self.tables = self.tables.cuda()
         self.device_lengths = torch.tensor(self.lengths, dtype=torch.int32).cuda()
@@ -315,26 +320,47 @@ def attention(card: Card, peers: bool, report: Callable[[str], None]) -> dict[st
         result["geometric_mean"] = statistics.geometric_mean(ratios)
         result["slowest"] = min(ratios)
         report(f"geometric mean {result['geometric_mean']:.3f} x the peer's speed, slowest {result['slowest']:.3f}")
-    skew = {}
-    for rows, mean in ((64, 1024), (64, 2048), (128, 2048)):
-        uneven = measure_attention("zipf", AttentionCase(card, zipf_lengths(rows, rows * mean)), peers=False)
-        even = measure_attention("uniform", AttentionCase(card, [mean] * rows), peers=False)
-        skew[f"{rows} x {mean}"] = uneven.ours_us / even.ours_us
-        report(f"zipf / uniform, {rows} rows of {mean} on average: {uneven.ours_us:.1f} / {even.ours_us:.1f} us = "
-               f"{uneven.ours_us / even.ours_us:.3f}")  # fmt: skip
-    result["zipf"] = skew
-    sizes = {}
-    for batch, context in ((8, 4096), (64, 1024), (128, 4096)):
-        by_size = {
-            size: measure_attention("", AttentionCase(card, [context] * batch, size), peers=False).ours_us
-            for size in (16, 32, 64, 128)
-        }
-        sizes[f"{batch} x {context}"] = by_size
-        report(f"block size 16 / 128, {batch} x {context}: {by_size[16]:.1f} / {by_size[128]:.1f} us = "
-               f"{by_size[16] / by_size[128]:.3f}")  # fmt: skip
-        torch.cuda.empty_cache()
-    result["block_sizes"] = sizes
+    result["zipf"] = _skew(card, report)
+    result["block_sizes"] = _block_sizes(card, report)
     return result
+
+
+def _skew(card: Card, report: Callable[[str], None]) -> dict[str, float]:
+    """Zipf lengths against equal ones, with the same number of tokens."""
+    found = {}
+    for rows, mean in ((64, 1024), (64, 2048), (128, 2048)):
+        uneven = AttentionCase(card, zipf_lengths(rows, rows * mean))
+        even = AttentionCase(card, [mean] * rows)
+        uneven.plan()
+        even.plan()
+        times = [timing.median * 1e6 for timing in timed([uneven.run, even.run], card)]
+        found[f"{rows} x {mean}"] = times[0] / times[1]
+        report(
+            f"zipf / uniform, {rows} rows, {mean} on average: {times[0]:.1f} / {times[1]:.1f} us = "
+            f"{times[0] / times[1]:.3f}"
+        )
+    return found
+
+
+def _block_sizes(card: Card, report: Callable[[str], None]) -> dict[str, dict[int, float]]:
+    """Microseconds by block size."""
+    import torch
+
+    found = {}
+    for batch, context in ((8, 4096), (64, 1024), (128, 4096)):
+        cases = {size: AttentionCase(card, [context] * batch, size) for size in (16, 32, 64, 128)}
+        for case in cases.values():
+            case.plan()
+        timings = timed([case.run for case in cases.values()], card)
+        times = {size: timing.median * 1e6 for size, timing in zip(cases, timings, strict=True)}
+        found[f"{batch} x {context}"] = times
+        report(
+            f"block size 16 / 128, {batch} x {context}: {times[16]:.1f} / {times[128]:.1f} us = "
+            f"{times[16] / times[128]:.3f}"
+        )
+        del cases, case
+        torch.cuda.empty_cache()
+    return found
 
 
 def _attention_line(figure: AttentionFigure) -> str:

@@ -1,13 +1,13 @@
-// What the planner writes once a step and every layer's attention reads: who works on which tiles.
+// What the planner writes once a step and every layer's attention reads: who works on what.
 //
-// The work is a line of units, row after row, head after head, tile after tile; a unit is TILE tokens of one row and one
-// "unit head" (a KV head with up to UNIT_HEADS of the query heads that share it). Block c of the persistent grid takes
-// units [c * share, (c + 1) * share). The buffer, in int32:
+// The work is a line of units, row after row, head after head, 16 tokens after 16 tokens; a unit is SUB tokens of one
+// row and one "unit head" (a KV head with up to UNIT_HEADS of the query heads that share it; which one comes first
+// differs by row). Block c of the persistent grid takes units [c * share, (c + 1) * share). The buffer, in int32:
 //
-//   header   units, share, filled rows, empty rows, 0, 0, 0, 0
-//   records  [grid][RECORD]: slot, head, tile, count; row, length, first tile, tiles; block ids of the first STAGES tiles
-//   rows     [rows][4]: row, length, first tile, tiles; filled rows from the front in order, empty ones from the back
-//   counters [rows][unit heads]: arrivals of split pieces, 0 between launches
+//   header   units, share, filled rows, empty rows, 0 ...
+//   records  [grid][RECORD]: where the block begins, see Record
+//   rows     [rows][4]: row, length, first unit, units; filled rows from the front in order, empty ones from the back
+//   counters [rows][unit heads]: arrivals of split rows, 0 between launches
 #pragma once
 
 #include "common.cuh"
@@ -28,23 +28,35 @@
 #define SOFTCAP 0
 #endif
 #ifndef STAGES
-#define STAGES 3
+#define STAGES 2  // 16 tokens each, in a warp's ring
 #endif
-#ifndef CTAS  // per multiprocessor
+#ifndef WARPS
+#define WARPS 4
+#endif
+#ifndef BUFFERS  // rows and heads that a block's warps may be apart
+#define BUFFERS 2
+#endif
+#ifndef CTAS  // blocks per multiprocessor
 #define CTAS 2
 #endif
 
-constexpr int WARPS = 4;
-constexpr int SUB = 16;  // tokens of a tile that one warp reads: never more than one block's
-constexpr int TILE = WARPS * SUB;
+constexpr int SUB = 16;  // tokens that one warp reads at a time: never more than one block's
 constexpr int COLUMNS = GROUP <= 8 || HEAD_DIM > 128 ? 1 : 2;  // of 8 query heads each
 constexpr int UNIT_HEADS = GROUP < 8 * COLUMNS ? GROUP : 8 * COLUMNS;
 constexpr int UNITS_PER_KV_HEAD = (GROUP + UNIT_HEADS - 1) / UNIT_HEADS;
 
-constexpr int HEADER = 8;
-constexpr int RECORD = 8 + STAGES * WARPS;
+constexpr int HEADER = 32;
+constexpr int RECORD = 64;
 
+struct Record {
+    int slot, turn, sub, count;  // place in `rows`, heads of the row that came before, its next unit, units to do
+    int4 row, next;              // the row, and the one after it
+    int ids[RECORD - 12];        // block ids of the first STAGES * WARPS units
+};
+static_assert(STAGES * WARPS <= RECORD - 12, "a record holds the ids of the first steps");
 static_assert(BLOCK_SIZE % SUB == 0 && (BLOCK_SIZE & (BLOCK_SIZE - 1)) == 0, "block sizes are 16, 32, 64 or 128");
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256, "head dims are multiples of 32 up to 256");
 
-__host__ __device__ __forceinline__ int first_visible(int length) { return WINDOW > 0 && length > WINDOW ? length - WINDOW : 0; }
+__host__ __device__ __forceinline__ int first_visible(int length) {
+    return WINDOW > 0 && length > WINDOW ? length - WINDOW : 0;
+}

@@ -1,10 +1,11 @@
 // Decode attention through block tables: one new token per row against all its K and V.
 //
-// A persistent grid takes equal shares of the step's tiles (attention_plan.cuh). Every warp streams 16 tokens of a tile
-// through its own ring of shared memory, with no barrier before a piece (the tiles of one row and unit head in this
-// block) ends. Products run with K as the tall operand, so that the query heads of one KV head are the 8 columns. A
-// piece that is not the whole row goes to `partials`, and whichever block finishes last merges them, always in order:
-// the result does not depend on who that was.
+// A persistent grid takes equal shares of the step's work (attention_plan.cuh). Every warp streams its part of a
+// block's share, 16 tokens at a time, through its own ring of shared memory and does not wait for the others: at the
+// end of a row and unit head it leaves its sums in a buffer and goes on, and one of them, in turn, adds up all.
+// Products run with K as the tall operand, so that the query heads of one KV head are the 8 columns. What is not a
+// whole row goes to `partials`, and whichever block finishes last merges them, always in order: the result does not
+// depend on who that was.
 #include "attention_plan.cuh"
 
 #if DTYPE == 0
@@ -13,49 +14,61 @@
 #include "mma.cuh"
 
 constexpr int ROW_BYTES = HEAD_DIM * 2;
-constexpr int CHUNKS = HEAD_DIM / 8;                // of 16 bytes in a row
-constexpr int HALF_BYTES = SUB * ROW_BYTES;         // K or V of a warp's tokens
+constexpr int CHUNKS = HEAD_DIM / 8;         // of 16 bytes in a row
+constexpr int HALF_BYTES = SUB * ROW_BYTES;  // K or V of a warp's tokens
 constexpr int WARP_BYTES = 2 * HALF_BYTES;
 constexpr int STAGE_BYTES = WARPS * WARP_BYTES;
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-constexpr int COPIES = CHUNKS / 2;                  // by each lane, for K and again for V
-constexpr int COLUMN_HEADS = UNIT_HEADS < 8 ? UNIT_HEADS : 8;
-constexpr int MERGE_ROW = HEAD_DIM + 4;             // floats; the 4 keep a warp's stores apart in the banks
-constexpr int PARTIAL = UNIT_HEADS * HEAD_DIM + (2 * UNIT_HEADS + 3) / 4 * 4;  // floats: sums, maxima, totals
+constexpr int COPIES = CHUNKS / 2;                          // by each lane, for K and again for V
+constexpr int SUM_ROW = HEAD_DIM + 4;                       // floats; the 4 keep a warp's stores apart in the banks
+constexpr int BUFFER = WARPS * UNIT_HEADS * (SUM_ROW + 2);  // floats: a block's sums, then (maximum, total)
+constexpr int PARTIAL = UNIT_HEADS * HEAD_DIM + (2 * UNIT_HEADS + 3) / 4 * 4;  // floats: sums, then (maximum, total)
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float NOTHING = -1e30f;  // a maximum over no logit; finite, so that differences are
 // A maximum may lag this far (log2) behind before sums are rescaled: weights stay under 2^8, exact ratios are kept.
 constexpr float SLACK = 8.0f;
 
+// Up to this many bytes K and V leave the L2 first, so that what else lies there need not be written back meanwhile.
+// Longer streams run faster when they may use all of it (H200: 4% at 1 GiB, and 4% slower at 128 MiB).
+constexpr int EVICT_FIRST_UNITS = (384 << 20) / (2 * SUB * ROW_BYTES);
+
 // Chunks of 16 bytes trade places within a row, so that 8 rows of one chunk lie in 8 different groups of banks.
 __device__ __forceinline__ int swizzle(int row) { return CHUNKS % 8 == 0 ? row & 7 : (row >> 1) & 3; }
 
+// A place in the line of units. Rows start with different heads, so that blocks that walk through equal rows side by
+// side do not all read the same few kilobytes of every cache block at the same time.
 struct Cursor {
-    int slot, head, tile;
-    int4 row, next;  // row, length, first tile, tiles
+    int slot, turn, sub;  // see Record
+    int shift;            // the row's first head
+    int left;             // units from here on
+    int4 row;             // row, length, first unit, units
 
-    __device__ __forceinline__ void start(const int* record, const int4* rows, int filled) {
-        const int4 at = reinterpret_cast<const int4*>(record)[0];
-        slot = at.x, head = at.y, tile = at.z;
-        row = reinterpret_cast<const int4*>(record)[1];
-        next = rows[min(slot + 1, filled - 1)];
+    __device__ __forceinline__ void start(int4 at, int4 its_row, int unit_heads) {
+        slot = at.x, turn = at.y, sub = at.z, left = at.w;
+        row = its_row;
+        shift = slot % unit_heads;
     }
-    __device__ __forceinline__ bool at_last_tile() const { return tile + 1 == row.z + row.w; }
-    __device__ __forceinline__ void advance(const int4* rows, int filled, int unit_heads) {
-        tile++;
-        if (tile < row.z + row.w) return;
-        if (++head == unit_heads) {
-            head = 0, slot++;
-            row = next;
-            next = rows[min(slot + 1, filled - 1)];
+    // Skips units; `next` tells the row at a place in `rows`.
+    template <typename Next>
+    __device__ __forceinline__ void advance(int units, int unit_heads, Next next) {
+        sub += units, left -= units;
+        while (left > 0 && sub >= row.z + row.w) {
+            sub -= row.z + row.w;
+            if (++turn == unit_heads) {
+                turn = 0, slot++;
+                if (++shift == unit_heads) shift = 0;
+                row = next(slot);
+            }
+            sub += row.z;
         }
-        tile = row.z;
     }
-    // The first of this warp's tokens, and how many there are; 0 or fewer is none.
-    __device__ __forceinline__ int token() const { return tile * TILE + int(threadIdx.x) / WARP * SUB; }
+    __device__ __forceinline__ int head(int unit_heads) const {
+        return turn + shift < unit_heads ? turn + shift : turn + shift - unit_heads;
+    }
 };
 
-// What a warp keeps of the piece it is in: O^T, running maxima (log2) and totals of query heads 2t and 2t + 1.
+// What a warp keeps of the row and unit head it is in: O^T, running maxima (log2) and totals of query heads 2t and 2t
+// + 1.
 struct Sums {
     float out[COLUMNS][HEAD_DIM / 16][4];
     float top[COLUMNS][2], total[COLUMNS][2];
@@ -90,24 +103,29 @@ struct Query {
     }
 };
 
-// Copies a warp's 16 tokens of K and of V. Tokens outside [low, high) become zeros: 0 x NaN is NaN.
-__device__ __forceinline__ void load_tokens(uint32_t ring, const elem* keys, const elem* values, int low, int high, int lane,
-                                            uint64_t policy) {
-    const int chunk = lane % CHUNKS, row = lane / CHUNKS;  // of copy 0, where CHUNKS divides 32
+// Copies a warp's 16 tokens of K and of V. Tokens outside [low, high) become zeros: 0 x NaN is NaN. Short on code, not
+// only on time: a small batch runs most instructions once, and fetches each of them from memory.
+__device__ __forceinline__ void load_tokens(uint32_t ring, const elem* keys, int64_t values_after, int low, int high,
+                                            int lane, uint64_t policy) {
     const char* k = reinterpret_cast<const char*>(keys) + lane * 16;
-    const char* v = reinterpret_cast<const char*>(values) + lane * 16;
-    const bool whole = low <= 0 && high >= SUB;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const char* from = half ? v : k;
+    const char* v = k + values_after * 2;
+    if (low <= 0 && high >= SUB) {
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
-            const int r = WARP % CHUNKS == 0 ? row + i * (WARP / CHUNKS) : (i * WARP + lane) / CHUNKS;
-            const int c = WARP % CHUNKS == 0 ? chunk : (i * WARP + lane) % CHUNKS;
-            const uint32_t to = ring + half * HALF_BYTES + r * ROW_BYTES + ((c ^ swizzle(r)) << 4);
-            if (whole) copy16(to, from + i * WARP * 16, policy);
-            else copy16_or_zero(to, from + i * WARP * 16, r >= low && r < high ? 16 : 0, policy);
+            const int row = (i * WARP + lane) / CHUNKS, chunk = (i * WARP + lane) % CHUNKS;
+            const uint32_t to = ring + row * ROW_BYTES + ((chunk ^ swizzle(row)) << 4);
+            copy16(to, k + i * WARP * 16, policy);
+            copy16(to + HALF_BYTES, v + i * WARP * 16, policy);
         }
+        return;
+    }
+#pragma unroll 1
+    for (int i = lane; i < SUB * CHUNKS; i += WARP) {
+        const int row = i / CHUNKS, chunk = i % CHUNKS, bytes = row >= low && row < high ? 16 : 0;
+        const uint32_t to = ring + row * ROW_BYTES + ((chunk ^ swizzle(row)) << 4);
+        copy16_or_zero(to, k, bytes, policy);
+        copy16_or_zero(to + HALF_BYTES, v, bytes, policy);
+        k += WARP * 16, v += WARP * 16;
     }
 }
 
@@ -176,32 +194,118 @@ __device__ __forceinline__ void store4(elem* to, float a, float b, float c, floa
     *reinterpret_cast<uint2*>(to) = make_uint2(packed(a, b), packed(c, d));
 }
 
-// Where the pieces of one row and unit head are: the first block's in its second slot, the others' in their first.
+// The blocks over which one row and unit head is split. What the first has of it, its end, lies in the block's second
+// slot of `partials`, and what the others have, their beginning, in their first slot.
 struct Split {
-    int first, last;  // blocks
+    int first, last;
     __device__ __forceinline__ int slot(int block) const { return block == first ? 2 * block + 1 : 2 * block; }
 };
 
-// One block merges all pieces of a row and unit head, in order.
-__device__ void merge(elem* out, const float* partials, Split split, int heads, int thread) {
-    for (int e = thread * 4; e < heads * HEAD_DIM; e += WARPS * WARP * 4) {
-        const int head = e / HEAD_DIM;
-        const float* tops = partials + UNIT_HEADS * HEAD_DIM + head;
-        float top = NOTHING;
-#pragma unroll 8
-        for (int c = split.first; c <= split.last; c++) top = fmaxf(top, __ldcg(tops + int64_t(split.slot(c)) * PARTIAL));
-        float total = 0;
-        float4 sum = {0, 0, 0, 0};
-#pragma unroll 8
-        for (int c = split.first; c <= split.last; c++) {
-            const float* from = partials + int64_t(split.slot(c)) * PARTIAL;
-            const float4 v = __ldcg(reinterpret_cast<const float4*>(from + e));
-            const float decay = exp2_fast(__ldcg(from + UNIT_HEADS * HEAD_DIM + head) - top);
-            total += decay * __ldcg(from + UNIT_HEADS * HEAD_DIM + UNIT_HEADS + head);
-            sum.x += decay * v.x, sum.y += decay * v.y, sum.z += decay * v.z, sum.w += decay * v.w;
+// Publishes what the block wrote before its last barrier, and sees what earlier arrivals published.
+__device__ __forceinline__ int arrive(int* counter) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
+// `threads` threads merge all parts of a row and unit head, in order, with the loads of MERGE_BATCH parts in flight.
+constexpr int MERGE_BATCH = HEAD_DIM > 128 || COLUMNS > 1 ? 8 : 16;
+
+__device__ __forceinline__ void merge(elem* out, const float* partials, Split split, int heads, int thread,
+                                      int threads) {
+#pragma unroll 1
+    for (int e = thread * 4; e < heads * HEAD_DIM; e += threads * 4) {
+        const float* from = partials + int64_t(split.slot(split.first)) * PARTIAL + e;
+        const int to_weight = UNIT_HEADS * HEAD_DIM + e / HEAD_DIM * 2 - e;
+        float4 sum = __ldcg(reinterpret_cast<const float4*>(from));
+        const float2 first = __ldcg(reinterpret_cast<const float2*>(from + to_weight));
+        float top = first.x, total = first.y;
+        from += PARTIAL;  // the next block's first slot
+#pragma unroll 1
+        for (int left = split.last - split.first; left > 0; left -= MERGE_BATCH) {
+            float2 weights[MERGE_BATCH];
+            float4 sums[MERGE_BATCH];
+#pragma unroll
+            for (int j = 0; j < MERGE_BATCH; j++) {
+                weights[j] = {NOTHING, 0};
+                sums[j] = {0, 0, 0, 0};
+                if (j < left) {
+                    weights[j] = __ldcg(reinterpret_cast<const float2*>(from + j * 2 * PARTIAL + to_weight));
+                    sums[j] = __ldcg(reinterpret_cast<const float4*>(from + j * 2 * PARTIAL));
+                }
+            }
+            float higher = top;
+#pragma unroll
+            for (int j = 0; j < MERGE_BATCH; j++) higher = fmaxf(higher, weights[j].x);
+            const float decay = exp2_fast(top - higher);
+            total *= decay, sum.x *= decay, sum.y *= decay, sum.z *= decay, sum.w *= decay;
+            top = higher;
+#pragma unroll
+            for (int j = 0; j < MERGE_BATCH; j++) {
+                const float weight = exp2_fast(weights[j].x - top);
+                total += weight * weights[j].y;
+                sum.x += weight * sums[j].x, sum.y += weight * sums[j].y;
+                sum.z += weight * sums[j].z, sum.w += weight * sums[j].w;
+            }
+            from += MERGE_BATCH * 2 * PARTIAL;
         }
         const float r = 1 / total;
         store4(out + e, sum.x * r, sum.y * r, sum.z * r, sum.w * r);
+    }
+}
+
+// The first query head of a unit head.
+__device__ __forceinline__ int first_head(int unit_head) {
+    return unit_head / UNITS_PER_KV_HEAD * GROUP + unit_head % UNITS_PER_KV_HEAD * UNIT_HEADS;
+}
+
+// A warp's sums of one row and unit head go to the block's buffer.
+__device__ __forceinline__ void leave(Sums& sums, float* buffer, int warp, int lane) {
+    float2* weights = reinterpret_cast<float2*>(buffer + WARPS * UNIT_HEADS * SUM_ROW) + warp * UNIT_HEADS;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float total = sums.total[n][h];
+#pragma unroll
+            for (int d = 4; d < WARP; d *= 2) total += __shfl_xor_sync(0xffffffffu, total, d);
+            const int head = n * 8 + lane % 4 * 2 + h;
+            if (head >= UNIT_HEADS) continue;
+            if (lane < 4) weights[head] = {sums.top[n][h], total};
+            float* to = buffer + (warp * UNIT_HEADS + head) * SUM_ROW + lane / 4;
+#pragma unroll
+            for (int m = 0; m < HEAD_DIM / 16; m++)
+                to[m * 16] = sums.out[n][m][h], to[m * 16 + 8] = sums.out[n][m][h + 2];
+        }
+    }
+}
+
+// Adds up what the warps left, by `threads` threads: into the result when the block had all of it, else into a partial.
+__device__ __forceinline__ void add_up(const float* buffer, bool whole, elem* result, float* partial, int heads,
+                                       int thread, int threads) {
+    const float2* weights = reinterpret_cast<const float2*>(buffer + WARPS * UNIT_HEADS * SUM_ROW);
+#pragma unroll 1
+    for (int e = thread * 4; e < UNIT_HEADS * HEAD_DIM; e += threads * 4) {
+        const int head = e / HEAD_DIM, dim = e % HEAD_DIM;
+        float top = NOTHING, total = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) top = fmaxf(top, weights[w * UNIT_HEADS + head].x);
+        float4 sum = {0, 0, 0, 0};
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float2 weight = weights[w * UNIT_HEADS + head];
+            const float decay = exp2_fast(weight.x - top);
+            const float4 v = *reinterpret_cast<const float4*>(buffer + (w * UNIT_HEADS + head) * SUM_ROW + dim);
+            total += decay * weight.y;
+            sum.x += decay * v.x, sum.y += decay * v.y, sum.z += decay * v.z, sum.w += decay * v.w;
+        }
+        if (!whole) {
+            *reinterpret_cast<float4*>(partial + e) = sum;
+            if (dim == 0) *reinterpret_cast<float2*>(partial + UNIT_HEADS * HEAD_DIM + 2 * head) = {top, total};
+        } else if (head < heads) {
+            const float r = 1 / total;
+            store4(result + e, sum.x * r, sum.y * r, sum.z * r, sum.w * r);
+        }
     }
 }
 
@@ -215,161 +319,137 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, CTAS)
                     int64_t block_stride,            // elements between one block and the next
                     int q_stride, int table_stride, int rows, int kv_heads, float scale, float softcap) {
     extern __shared__ __align__(128) unsigned char memory[];
-    float* merged = reinterpret_cast<float*>(memory + RING_BYTES);  // [WARPS][COLUMN_HEADS][MERGE_ROW]
-    __shared__ float warp_top[WARPS][8], warp_total[WARPS][8];
+    float* buffers = reinterpret_cast<float*>(memory + RING_BYTES);  // [BUFFERS][BUFFER]
+    __shared__ uint64_t full[BUFFERS], empty_again[BUFFERS];
     __shared__ bool is_last;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP, block = blockIdx.x;
     const int unit_heads = kv_heads * UNITS_PER_KV_HEAD;
     const uint32_t ring = shared_address(memory) + warp * WARP_BYTES;
-    const uint64_t policy = evict_first();
     scale *= LOG2E;
 
+    if (thread < BUFFERS) init_barrier(full + thread, WARPS * WARP), init_barrier(empty_again + thread, WARP);
+    __syncthreads();
     wait_for_inputs();
-    const int* records = plan + HEADER;
-    const int* record = records + block * RECORD;
-    const int4* row_of = reinterpret_cast<const int4*>(records + gridDim.x * RECORD);
+    const Record* records = reinterpret_cast<const Record*>(plan + HEADER);
+    const Record* record = records + block;
+    const int4* row_of = reinterpret_cast<const int4*>(records + gridDim.x);
     int* counters = const_cast<int*>(reinterpret_cast<const int*>(row_of + rows));
-    const int4 header = *reinterpret_cast<const int4*>(plan);
+    // Everything that the first copies need is asked for at once and lies together.
+    const int4 start = load_now(reinterpret_cast<const int4*>(record));
+    const int4 its_row = load_now(&record->row);
+    int4 next_row = load_now(&record->next);
+    const int4 header = load_now(reinterpret_cast<const int4*>(plan));
+    const int ahead = record->ids[min(lane, STAGES - 1) * WARPS + warp];
     const int share = header.y, filled = header.z, empty = header.w;
-    const int count = record[3];
+    const uint64_t first = evict_first(), unchanged = evict_unchanged();
+    const uint64_t policy = header.x < EVICT_FIRST_UNITS ? first : unchanged;
+    const int count = start.w;
 
     if (count > 0) {
+        // Warp w takes the block's units w, w + WARPS, ... whatever rows and heads they are of; copies run STAGES - 1
+        // ahead.
         Cursor loads;
-        loads.start(record, row_of, filled);
-        int ahead = lane < STAGES ? record[8 + lane * WARPS + warp] : 0;
-
-        auto load = [&](int stage, int id) {
-            const int token = loads.token(), high = loads.row.y - token;
-            if (high <= 0) return;
-            const int low = WINDOW ? first_visible(loads.row.y) - token : 0;
-            if (WINDOW && low >= SUB) return;
-            const int kv = loads.head / UNITS_PER_KV_HEAD;
-            const elem* keys = cache + int64_t(id) * block_stride + (kv * BLOCK_SIZE + token % BLOCK_SIZE) * HEAD_DIM;
-            load_tokens(ring + stage * STAGE_BYTES, keys, keys + kv_heads * BLOCK_SIZE * HEAD_DIM, low, high, lane, policy);
+        loads.start(start, its_row, unit_heads);
+        const auto next_of = [&](int slot) {
+            const int4 row = next_row;
+            next_row = row_of[min(slot + 1, filled - 1)];
+            return row;
         };
-#pragma unroll
-        for (int s = 0; s < STAGES - 1; s++) {
-            const int id = __shfl_sync(0xffffffffu, ahead, s);
-            if (s < count) {
-                load(s, id);
-                loads.advance(row_of, filled, unit_heads);
-            }
-            commit_copies();
-        }
-        int next_id = __shfl_sync(0xffffffffu, ahead, STAGES - 1);
-        int read_stage = 0, write_stage = STAGES - 1;
-
-        Cursor at;
-        at.start(record, row_of, filled);
-        Query query;
-        Sums sums;
-        bool fresh = true;
-        for (int i = 0; i < count; i++) {
-            if (fresh) {
-                const int kv = at.head / UNITS_PER_KV_HEAD, part = at.head % UNITS_PER_KV_HEAD;
-                query.load(q + int64_t(at.row.x) * q_stride + (kv * GROUP + part * UNIT_HEADS) * HEAD_DIM, part, lane);
-                sums.clear();
-                fresh = false;
-            }
-            wait_copies<STAGES - 2>();
-            __syncwarp();
-            if (i + STAGES - 1 < count) {
-                load(write_stage, next_id);
-                loads.advance(row_of, filled, unit_heads);
-                const int token = loads.token();
-                if (i + STAGES < count && token < loads.row.y)
-                    next_id = tables[int64_t(loads.row.x) * table_stride + token / BLOCK_SIZE];
+        loads.advance(warp, unit_heads, next_of);
+        int next_id = __shfl_sync(0xffffffffu, ahead, 0), loaded = 0, write_stage = 0, read_stage = 0;
+        const auto load = [&] {
+            if (loads.left > 0) {
+                const int token = loads.sub * SUB;
+                const int row = loads.head(unit_heads) / UNITS_PER_KV_HEAD * BLOCK_SIZE + token % BLOCK_SIZE;
+                load_tokens(ring + write_stage * STAGE_BYTES, cache + int64_t(next_id) * block_stride + row * HEAD_DIM,
+                            kv_heads * BLOCK_SIZE * HEAD_DIM, first_visible(loads.row.y) - token, loads.row.y - token,
+                            lane, policy);
+                const int turn = loads.turn, slot = loads.slot;
+                loads.advance(WARPS, unit_heads, next_of);
+                // Queries that are met on the way are asked for now: by then they are near.
+                if ((loads.turn != turn || loads.slot != slot) && loads.left > 0 && lane * 128 < UNIT_HEADS * ROW_BYTES)
+                    prefetch(reinterpret_cast<const char*>(q + int64_t(loads.row.x) * q_stride +
+                                                           first_head(loads.head(unit_heads)) * HEAD_DIM) +
+                             lane * 128);
+                if (++loaded < STAGES)
+                    next_id = __shfl_sync(0xffffffffu, ahead, loaded);
+                else if (loads.left > 0)
+                    next_id = tables[int64_t(loads.row.x) * table_stride + loads.sub * SUB / BLOCK_SIZE];
             }
             commit_copies();
             write_stage = write_stage == STAGES - 1 ? 0 : write_stage + 1;
+        };
+#pragma unroll 1
+        for (int i = 1; i < STAGES; i++) load();
 
-            const int token = at.token(), high = at.row.y - token;
-            const int low = WINDOW ? first_visible(at.row.y) - token : 0;
-            if (high > 0 && low < SUB) attend(sums, query, ring + read_stage * STAGE_BYTES, low, high, scale, softcap, lane);
-            read_stage = read_stage == STAGES - 1 ? 0 : read_stage + 1;
-
-            if (at.at_last_tile() || i + 1 == count) {
-                // The piece ends: its four warps become one, which is the result or a partial.
-                const int piece_start = block * share + i - (at.tile - at.row.z);  // of the row's first tile
-                const Split split = {piece_start / share, (piece_start + at.row.w - 1) / share};
-                const bool whole = split.first == split.last;
-                const int part = at.head % UNITS_PER_KV_HEAD;
-                const int first_head = at.head / UNITS_PER_KV_HEAD * GROUP + part * UNIT_HEADS;
-                const int heads = min(UNIT_HEADS, GROUP - part * UNIT_HEADS);
-                elem* result = out + (int64_t(at.row.x) * kv_heads * GROUP + first_head) * HEAD_DIM;
-                float* partial = partials + int64_t(split.slot(block)) * PARTIAL;
-#pragma unroll
-                for (int n = 0; n < COLUMNS; n++) {
-#pragma unroll
-                    for (int h = 0; h < 2; h++)
-#pragma unroll
-                        for (int d = 4; d < WARP; d *= 2)
-                            sums.total[n][h] += __shfl_xor_sync(0xffffffffu, sums.total[n][h], d);
-                    __syncthreads();  // the last reader of `merged` is done
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        const int head = lane % 4 * 2 + h;
-                        if (lane < 4) warp_top[warp][head] = sums.top[n][h], warp_total[warp][head] = sums.total[n][h];
-                        if (head < COLUMN_HEADS) {
-                            float* to = merged + (warp * COLUMN_HEADS + head) * MERGE_ROW + lane / 4;
-#pragma unroll
-                            for (int m = 0; m < HEAD_DIM / 16; m++)
-                                to[m * 16] = sums.out[n][m][h], to[m * 16 + 8] = sums.out[n][m][h + 2];
-                        }
-                    }
-                    __syncthreads();
-                    for (int e = thread * 4; e < COLUMN_HEADS * HEAD_DIM; e += WARPS * WARP * 4) {
-                        const int head = e / HEAD_DIM, dim = e % HEAD_DIM;
-                        float top = NOTHING, total = 0;
-#pragma unroll
-                        for (int w = 0; w < WARPS; w++) top = fmaxf(top, warp_top[w][head]);
-                        float4 sum = {0, 0, 0, 0};
-#pragma unroll
-                        for (int w = 0; w < WARPS; w++) {
-                            const float decay = exp2_fast(warp_top[w][head] - top);
-                            const float4 v =
-                                *reinterpret_cast<const float4*>(merged + (w * COLUMN_HEADS + head) * MERGE_ROW + dim);
-                            total += decay * warp_total[w][head];
-                            sum.x += decay * v.x, sum.y += decay * v.y, sum.z += decay * v.z, sum.w += decay * v.w;
-                        }
-                        const int unit_head = n * 8 + head;
-                        if (whole) {
-                            const float r = 1 / total;
-                            if (unit_head < heads)
-                                store4(result + unit_head * HEAD_DIM + dim, sum.x * r, sum.y * r, sum.z * r, sum.w * r);
-                        } else if (unit_head < UNIT_HEADS) {
-                            *reinterpret_cast<float4*>(partial + unit_head * HEAD_DIM + dim) = sum;
-                            if (dim == 0) {
-                                partial[UNIT_HEADS * HEAD_DIM + unit_head] = top;
-                                partial[UNIT_HEADS * HEAD_DIM + UNIT_HEADS + unit_head] = total;
-                            }
-                        }
-                    }
-                }
-                if (!whole) {
-                    __threadfence();
-                    __syncthreads();
-                    if (thread == 0) {
-                        int* counter = counters + at.slot * unit_heads + at.head;
-                        is_last = atomicAdd(counter, 1) == split.last - split.first;
-                        if (is_last) *counter = 0;  // for the next layer
-                    }
-                    __syncthreads();
-                    if (is_last) {
-                        __threadfence();
-                        merge(result, partials, split, heads, thread);
-                    }
-                }
-                fresh = true;
+        Cursor at;  // the row and unit head that the warp is in, from the block's first unit of it
+        at.start(start, its_row, unit_heads);
+        Query query;
+        Sums sums;
+#pragma unroll 1
+        for (int left = 0;; left++) {  // rows and heads that the warp is done with
+            const int head = at.head(unit_heads);
+            const int units = min(at.row.z + at.row.w - at.sub, at.left);
+            int unit = (warp - (count - at.left)) & (WARPS - 1);
+            if (unit < units)
+                query.load(q + int64_t(at.row.x) * q_stride + first_head(head) * HEAD_DIM, head % UNITS_PER_KV_HEAD,
+                           lane);
+            sums.clear();
+#pragma unroll 1
+            for (; unit < units; unit += WARPS) {
+                wait_copies<STAGES - 2>();
+                __syncwarp();
+                load();
+                const int token = (at.sub + unit) * SUB;
+                attend(sums, query, ring + read_stage * STAGE_BYTES, first_visible(at.row.y) - token, at.row.y - token,
+                       scale, softcap, lane);
+                read_stage = read_stage == STAGES - 1 ? 0 : read_stage + 1;
             }
-            at.advance(row_of, filled, unit_heads);
+
+            const int first_unit = block * share + count - at.left - (at.sub - at.row.z);  // of the row and unit head
+            const Split split = {first_unit / share, (first_unit + at.row.w - 1) / share};
+            const bool whole = split.first == split.last, ends = units == at.left;
+            const int use = left / BUFFERS;
+            float* buffer = buffers + left % BUFFERS * BUFFER;
+            if (use > 0) wait_at(empty_again + left % BUFFERS, use - 1 & 1);
+            leave(sums, buffer, warp, lane);
+            arrive_at(full + left % BUFFERS);
+            if (ends || warp == left % WARPS) {
+                wait_at(full + left % BUFFERS, use & 1);
+                const int helper = ends ? thread : lane,
+                          helpers = ends ? WARPS * WARP : WARP;  // all are free at the end
+                const int heads = min(UNIT_HEADS, GROUP - head % UNITS_PER_KV_HEAD * UNIT_HEADS);
+                elem* result = out + (int64_t(at.row.x) * kv_heads * GROUP + first_head(head)) * HEAD_DIM;
+                add_up(buffer, whole, result, partials + int64_t(split.slot(block)) * PARTIAL, heads, helper, helpers);
+                if (ends)
+                    __syncthreads();
+                else
+                    __syncwarp();
+                if (!ends) arrive_at(empty_again + left % BUFFERS);
+                if (!whole) {
+                    int merges = 0;
+                    if (helper == 0) {
+                        int* counter = counters + at.slot * unit_heads + at.turn;
+                        merges = arrive(counter) == split.last - split.first;
+                        if (merges) *counter = 0;  // for the next layer
+                        if (ends) is_last = merges;
+                    }
+                    if (ends) __syncthreads();
+                    merges = ends ? is_last : __shfl_sync(0xffffffffu, merges, 0);
+                    if (merges) merge(result, partials, split, heads, helper, helpers);
+                }
+            }
+            if (ends) break;
+            at.advance(units, unit_heads, [&](int slot) { return row_of[slot]; });
         }
     }
     let_next_start();
     const int row_chunks = kv_heads * GROUP * CHUNKS;
     for (int e = block; e < empty; e += gridDim.x) {
         elem* to = out + int64_t(row_of[rows - 1 - e].x) * row_chunks * 8;
-        for (int i = thread; i < row_chunks; i += WARPS * WARP) reinterpret_cast<uint4*>(to)[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+        for (int i = thread; i < row_chunks; i += WARPS * WARP)
+            reinterpret_cast<uint4*>(to)[i] = make_uint4(0, 0, 0, 0);
     }
 }
 #endif

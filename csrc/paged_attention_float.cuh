@@ -7,7 +7,7 @@
 
 constexpr int LANE_DIMS = HEAD_DIM / WARP;
 
-extern "C" __global__ void __launch_bounds__(WARPS* WARP)
+extern "C" __global__ void __launch_bounds__(WARPS* WARP, 4)
     paged_attention(const float* __restrict__ q, const float* __restrict__ cache, float* __restrict__ out,
                     const int* __restrict__ tables, const int* __restrict__ plan, float* __restrict__ partials,
                     int64_t block_stride, int q_stride, int table_stride, int rows, int kv_heads, float scale,
@@ -29,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
 #pragma unroll
         for (int d = 0; d < LANE_DIMS; d++) query[d] = q[int64_t(at.x) * q_stride + head * HEAD_DIM + d * WARP + lane];
         float top = -INFINITY, total = 0;
+#pragma unroll 1
         for (int token = first_visible(at.y) + warp; token < at.y; token += WARPS) {
             const int64_t id = tables[int64_t(at.x) * table_stride + token / BLOCK_SIZE];
             const float* key = cache + id * block_stride + (head / GROUP * BLOCK_SIZE + token % BLOCK_SIZE) * HEAD_DIM;

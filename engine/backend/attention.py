@@ -17,13 +17,11 @@ HEAD_DIMS = (64, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16", "float16")  # the kernels' DTYPE is the index
 
-_WARPS = 4
-_TILE = 16 * _WARPS  # tokens
-_THREADS = 32 * _WARPS
 _PLAN_THREADS = 1024
-_HEADER = 8  # int32
-_RESERVED = 1024 + 512  # bytes of shared memory per block: the driver's, and what is declared in the kernel
-_MAX_STAGES = 6
+_HEADER, _RECORD = 32, 64  # int32
+_RESERVED = 1024 + 128  # bytes of shared memory per block: the driver's, and what is declared in the kernel
+_WARPS = 4
+_IN_FLIGHT = 64 << 10  # bytes on a multiprocessor, by which an H200's memory is saturated
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +62,35 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How one kernel uses one card: stages of copies in flight, and blocks that share a multiprocessor."""
+    """How one kernel uses one card: warps of a block, copies in flight in each, buffers between them, blocks on a
+    multiprocessor."""
 
+    warps: int
     stages: int
+    buffers: int
     ctas: int
     shared_bytes: int
 
-    @property
-    def record(self) -> int:
-        return 8 + self.stages * _WARPS
+
+def fitted(shape: AttentionShape, warps: int, stages: int, buffers: int, ctas: int = 1) -> Geometry:
+    ring = stages * warps * 16 * shape.head_dim * 2 * 2
+    sums = buffers * warps * shape.unit_heads * (shape.head_dim + 6) * 4
+    return Geometry(warps, stages, buffers, ctas, ring + sums)
 
 
 def geometry(shape: AttentionShape, shared_per_multiprocessor: int) -> Geometry:
-    """Two blocks with at least three stages each where they fit, else one."""
+    """Two blocks of two buffers where they fit; as many stages as keep _IN_FLIGHT on their way: more is slower."""
     if shape.dtype == "float32":
-        return Geometry(stages=1, ctas=4, shared_bytes=0)
-    stage = _TILE * shape.head_dim * 2 * 2
-    merge = _WARPS * min(shape.unit_heads, 8) * (shape.head_dim + 4) * 4
-    for ctas in (2, 1):
-        stages = min((shared_per_multiprocessor // ctas - _RESERVED - merge) // stage, _MAX_STAGES)
-        if stages >= 3 or (ctas == 1 and stages == 2):
-            return Geometry(stages, ctas, stages * stage + merge)
-    raise ValueError(
-        f"head dim {shape.head_dim} needs more shared memory than this card's {shared_per_multiprocessor} bytes"
-    )
+        return Geometry(_WARPS, stages=1, buffers=1, ctas=4, shared_bytes=0)
+    stage = _WARPS * 16 * shape.head_dim * 2 * 2
+    for ctas, buffers in ((2, 2), (2, 1), (1, 2), (1, 1)):
+        enough = 1 + -(-_IN_FLIGHT // (ctas * stage))
+        for stages in range(enough, 1, -1):
+            found = fitted(shape, _WARPS, stages, buffers, ctas)
+            if found.shared_bytes <= shared_per_multiprocessor // ctas - _RESERVED:
+                return found
+    room = shared_per_multiprocessor
+    raise ValueError(f"head dim {shape.head_dim} needs more shared memory than this card's {room} bytes")
 
 
 def kernels(shape: AttentionShape, chosen: Geometry) -> tuple[Kernel, Kernel]:
@@ -99,10 +102,17 @@ def kernels(shape: AttentionShape, chosen: Geometry) -> tuple[Kernel, Kernel]:
         "BLOCK_SIZE": shape.block_size,
         "WINDOW": shape.window,
         "SOFTCAP": int(shape.softcap > 0),
+        "WARPS": chosen.warps,
         "STAGES": chosen.stages,
+        "BUFFERS": chosen.buffers,
         "CTAS": chosen.ctas,
     }
     return kernel("plan", **settings), kernel("paged_attention", **settings)
+
+
+def plan_words(shape: AttentionShape, kv_heads: int, grid: int, max_rows: int) -> int:
+    """int32 values of a plan, as in attention_plan.cuh."""
+    return _HEADER + grid * _RECORD + max_rows * (4 + kv_heads * shape.units_per_kv_head)
 
 
 class PagedAttention:
@@ -131,11 +141,10 @@ class PagedAttention:
         self._run = _function(
             cubin(attention, arch, cache_dir), "paged_attention", "PPPPPPqiiiiff", self.geometry.shared_bytes
         )
-        units = kv_heads * shape.units_per_kv_head
-        words = _HEADER + self.grid * self.geometry.record + max_rows * (4 + units)
-        self.plan_words = words
-        self.plan_memory = cuda.mem_alloc(4 * words)
-        self.partials = cuda.mem_alloc(4 * 2 * self.grid * shape.partial)
+        self.plan_words = plan_words(shape, kv_heads, self.grid, max_rows)
+        self.plan_memory = cuda.mem_alloc(4 * self.plan_words)
+        self.partial_words = 2 * self.grid * shape.partial
+        self.partials = cuda.mem_alloc(4 * self.partial_words)
 
     def plan(self, stream: Any, lengths: int, tables: int, rows: int, table_stride: int) -> None:
         """lengths int32 [rows], 0 for an empty row; tables int32 [rows, table_stride]."""
@@ -171,7 +180,7 @@ class PagedAttention:
         """
         self._run.prepared_async_call(
             (self.grid, 1),
-            (_THREADS, 1, 1),
+            (32 * self.geometry.warps, 1, 1),
             stream,
             q,
             layer,

@@ -135,7 +135,7 @@ class Launcher:
         self.attention = PagedAttention(shape, kv_heads, max_rows, cache_dir=CACHE_DIR)
         self.stream = stream
         cuda.memset_d32(self.attention.plan_memory, 0x7F7F7F7F, self.attention.plan_words)
-        cuda.memset_d32(self.attention.partials, 0x7FC00000, 2 * self.attention.grid * shape.partial)
+        cuda.memset_d32(self.attention.partials, 0x7FC00000, self.attention.partial_words)
 
     def plan(self, world: World) -> None:
         rows, width = world.tables.shape
