@@ -88,13 +88,28 @@ class Cluster:
         self.processes[name].terminate()
         return self.processes[name].wait(seconds)
 
+    def restore(self) -> None:
+        """Every process runs again and is ready, whatever was done to it."""
+        for name in self.programs:
+            if not self.alive(name) or not self.ready(name):
+                self.kill(name)
+                self.start(name)
+        self.wait_ready()
+
     def log(self, name: str) -> str:
-        return "\n".join(readable(line) for line in self._log(name).read_text("utf-8", "replace").splitlines()[-40:])
+        return "\n".join(readable(line) for line in self.written(name).splitlines()[-40:])
+
+    def written(self, name: str) -> str:
+        """All that it has printed and logged."""
+        return self._log(name).read_text("utf-8", "replace")
 
     def tracebacks(self, name: str) -> list[str]:
         """Lines of its whole log that tell of an exception which nobody expected."""
-        lines = self._log(name).read_text("utf-8", "replace").splitlines()
-        return [line for line in lines if "Traceback" in line or "exception was never retrieved" in line]
+        return [
+            line
+            for line in self.written(name).splitlines()
+            if "Traceback" in line or "exception was never retrieved" in line
+        ]
 
     def pids(self) -> set[int]:
         return {process.pid for process in self.processes.values()}

@@ -1,7 +1,7 @@
 """Fixtures for every test: free ports, leak checks, and a cluster of real processes on a tiny random model.
 
-After each test no process that it started may be alive and no asyncio task may be left on its loop. The session's
-shared cluster is the only exception, and its processes are gone when the session ends.
+After each test no process that it started may be alive and no asyncio task may be left on its loop. Shared clusters
+are the only exception, and their processes are gone when the session ends.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import asyncio
 import inspect
 import os
 import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # before grpc loads: tests start processes, none forks on
@@ -98,7 +97,11 @@ def _command_line(process: psutil.Process) -> str:
 
 # ---- real processes -----------------------------------------------------------------------------------------------
 
-SHARED_CLUSTER = pytest.StashKey[Cluster]()
+SHARED_CLUSTERS = pytest.StashKey[list[Cluster]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[SHARED_CLUSTERS] = []
 
 
 @pytest.fixture(scope="session")
@@ -113,28 +116,32 @@ def cluster(
 ) -> Iterator[Cluster]:
     """Router, one prefill and one decode worker on random:tiny. Shared by the session: never kill a part of it."""
     with running_cluster(tmp_path_factory.mktemp("cluster"), cache_dir=model_cache) as running:
-        request.config.stash[SHARED_CLUSTER] = running
+        request.config.stash[SHARED_CLUSTERS].append(running)
+        yield running
+
+
+@pytest.fixture(scope="session")
+def _two_of_each(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_cache: Path
+) -> Iterator[Cluster]:
+    options = {"prefill": 2, "decode": 2, "max_num_batched_tokens": 64, "cache_dir": model_cache}
+    with running_cluster(tmp_path_factory.mktemp("two"), **options) as running:
+        request.config.stash[SHARED_CLUSTERS].append(running)
         yield running
 
 
 @pytest.fixture
-def start_cluster(tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., Cluster]]:
-    """start_cluster(prefill=2, decode=2, block_size=16, ...): one for this test alone, to be killed as it likes."""
-    with ExitStack() as stack:
-
-        def start(**options: object) -> Cluster:
-            log_dir = Path(tempfile.mkdtemp(dir=tmp_path))
-            return stack.enter_context(running_cluster(log_dir, **{"cache_dir": model_cache, **options}))
-
-        yield start
+def breakable(_two_of_each: Cluster) -> Iterator[Cluster]:
+    """Router and two workers of each stage, prefill in chunks of 64: killed as a test likes, whole again after it."""
+    programs = dict(_two_of_each.programs)
+    yield _two_of_each
+    _two_of_each.programs = programs
+    _two_of_each.restore()
 
 
 def _shared_processes(config: pytest.Config) -> set[psutil.Process]:
-    shared = config.stash.get(SHARED_CLUSTER, None)
-    if shared is None:
-        return set()
     allowed = set()
-    for pid in shared.pids():
+    for pid in (pid for cluster in config.stash[SHARED_CLUSTERS] for pid in cluster.pids()):
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             allowed |= {process, *process.children(recursive=True)}
