@@ -7,11 +7,11 @@ never raises for what a peer says: late, unknown and repeated messages are count
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from decode_service.job import Job
+from decode_service.job import Flight, Job
 from decode_service.refusal import refusal
 from decode_service.scheduler import UNBOUND, DecodeScheduler, Slot
 from engine.batch import Batch, StepOutput
@@ -51,6 +51,9 @@ CREDIT_PATIENCE = 0.5  # seconds without credit, after which a running slot give
 class Decoder:
     """`pool` may be shared with a prefill stage in the same process; that stage then keeps off the blocks that
     `promised` counts, and admits nothing while `stalled`. Its tickets come without a copy.
+
+    `depth` steps may be in flight: a runner that knows the newest tokens before we do gets the next step before the
+    last one is reported.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Decoder:
         max_waiting: int = 256,
         headroom: int = 2,
         progress_seconds: float = PROGRESS_SECONDS,
+        depth: int = 1,
     ) -> None:
         self.layout = layout
         self.config = config
@@ -82,8 +86,8 @@ class Decoder:
         self._jobs: dict[JobKey, Job] = {}
         self._by_slot: dict[int, Job] = {}
         self._by_pull: dict[int, Job] = {}
-        self._in_flight: list[Job] | None = None
-        self._free_after_step: list[int] = []
+        self._depth = depth
+        self._flights: deque[Flight] = deque()  # the oldest first
         self._draining_blocks: dict[int, list[int]] = {}  # pull -> blocks that its copies may still write into
         self._tombstones = Tombstones()
         self._last_slot = 0
@@ -275,7 +279,7 @@ class Decoder:
         """Growth, preemption and admission, until nothing more can move. After every event."""
         actions: list[Action] = []
         while True:
-            if self._in_flight is None:
+            if not self._flights:
                 coming = sum(map(len, self._draining_blocks.values()))
                 actions += self._preempt(self.scheduler.grow(coming), now)
             if (slot := self.scheduler.admit()) is not None:
@@ -315,29 +319,60 @@ class Decoder:
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     def next_batch(self, now: float) -> Batch | None:
-        """One row per slot with credit and room; None while a step is in flight or nothing can run."""
-        if self._in_flight is not None:
+        """One row per slot with credit and room; None while `depth` steps are in flight or nothing can run."""
+        if len(self._flights) >= self._depth:
             return None
-        slots = [slot for slot in self.scheduler.running if slot.credit and self.scheduler.fits(slot)]
-        if not slots:
+        if self._depth > 1 and not self._reach_ahead():
+            return None
+        jobs = [self._by_slot[slot.id] for slot in self.scheduler.running]
+        jobs = [job for job in jobs if (self._may_go_on(job) if job.ahead else self._may_run(job.slot))]
+        if not jobs:
             return None
         batch = Batch()
-        self._in_flight = [self._by_slot[slot.id] for slot in slots]
-        for job in self._in_flight:
+        for job in jobs:
             batch.rows.append(job.row(self._eos))
             batch.zero_blocks += job.slot.fresh
             job.slot.fresh = []
+            job.ahead += 1
+            job.covered = len(job.slot.blocks) * self.layout.block_size
+        self._flights.append(Flight(jobs))
         return batch
+
+    def _may_run(self, slot: Slot) -> bool:
+        return slot.credit and self.scheduler.fits(slot)
+
+    def _may_go_on(self, job: Job) -> bool:
+        """While a step of the job is in flight: unless that one is its last, or left the runner without a block."""
+        index, params = len(job.output) + job.ahead, job.start.params
+        more = params.max_tokens is None or index < params.max_tokens
+        return more and index < job.until_index and job.slot.length + job.ahead <= job.covered
+
+    def _reach_ahead(self) -> bool:
+        """Gives each slot the blocks of the steps that start before the next one is reported, while there are any.
+
+        False if the steps in flight have to end first: only then may somebody give way to a slot that has no block.
+        """
+        for slot in self.scheduler.running:
+            if not slot.credit:
+                continue
+            job = self._by_slot[slot.id]
+            whole = len(job.prompt) + (job.start.params.max_tokens or self.config.max_model_len)
+            wanted = min(slot.length + job.ahead + self._depth - 1, whole, self.config.max_model_len)
+            self.scheduler.reach(slot, wanted)
+            if self._flights and not job.ahead and not self.scheduler.fits(slot):
+                return False
+        return True
 
     def on_step(self, output: StepOutput, now: float) -> list[Action]:
         """One StepBatch per session; a last token and its Finish share it."""
-        jobs, self._in_flight = self._in_flight or [], None
+        flight = self._flights.popleft()
         self._steps += 1
         self._step_seconds = _average(self._step_seconds, output.seconds)
         rows: defaultdict[int, list[Row]] = defaultdict(list)
         finishes: defaultdict[int, list[Finish]] = defaultdict(list)
         failures: list[Action] = []
-        for job, token in zip(jobs, output.tokens, strict=True):
+        for job, token in zip(flight.jobs, output.tokens, strict=True):
+            job.ahead -= 1
             if job.over:
                 continue  # ended while the step ran
             if token is None:
@@ -352,7 +387,7 @@ class Decoder:
                 continue
             finishes[job.session].append(Finish(job.start.key, reason, stop_token_id, job.times(now)))
             self._forget(job, now)
-        self._release_after_step()
+        self.pool.give(flight.blocks)
         batches: list[Action] = [
             ToRouter(session, StepBatch(self._steps, tuple(mine), tuple(finishes[session])))
             for session, mine in rows.items()
@@ -360,14 +395,17 @@ class Decoder:
         return batches + failures + self._settle(now)
 
     def step_failed(self, facts: dict[str, str], now: float) -> list[Action]:
-        """The step raised: its requests fail, all others go on."""
-        jobs, self._in_flight = self._in_flight or [], None
+        """A step raised: the requests in flight fail, all others go on. Nothing that was launched runs any more."""
+        flights = list(self._flights)
+        self._flights.clear()
         actions: list[Action] = []
-        for job in jobs:
+        for job in dict.fromkeys(job for flight in flights for job in flight.jobs):
+            job.ahead = 0
             if not job.over:
                 actions.append(_failed(job, Reason.INTERNAL, resumable=False, facts=facts))
                 self._forget(job, now)
-        self._release_after_step()
+        for flight in flights:
+            self.pool.give(flight.blocks)
         return actions + self._settle(now)
 
     def _name_full_block(self, job: Job) -> None:
@@ -376,10 +414,6 @@ class Decoder:
         if length % size == 0:
             job.digest = block_digest(job.digest, job.tokens(length - size, length))
             self.pool.name(job.slot.blocks[length // size - 1], job.digest)
-
-    def _release_after_step(self) -> None:
-        blocks, self._free_after_step = self._free_after_step, []
-        self.pool.give(blocks)
 
     # ---- a job ends -----------------------------------------------------------------------------------------------
 
@@ -408,8 +442,8 @@ class Decoder:
             self.pool.give(blocks[:held])
             if blocks[held:]:
                 self._draining_blocks[job.pull] = blocks[held:]
-        elif self._in_flight is not None and job in self._in_flight:
-            self._free_after_step += blocks
+        elif job.ahead:
+            next(flight for flight in reversed(self._flights) if job in flight.jobs).blocks += blocks
         else:
             self.pool.give(blocks)
 
@@ -462,7 +496,7 @@ class Decoder:
     @property
     def idle(self) -> bool:
         """Nothing waits, arrives, runs or drains."""
-        return not self._jobs and not self._draining_blocks and self._in_flight is None
+        return not self._jobs and not self._draining_blocks and not self._flights
 
     def load(self) -> WorkerLoad:
         scheduler = self.scheduler
@@ -485,7 +519,7 @@ class Decoder:
     def holders(self) -> list[list[int]]:
         """Every reference that this stage holds, for the pool's audit; a shared pool is audited over both stages'."""
         slots = [[block for block in job.slot.blocks if block != UNBOUND] for job in self._jobs.values()]
-        return [*slots, *self._draining_blocks.values(), self._free_after_step]
+        return [*slots, *self._draining_blocks.values(), *(flight.blocks for flight in self._flights)]
 
     def audit(self, others: Iterable[Iterable[int]] = ()) -> None:
         """Raises AssertionError if a block, a slot or a promise is unaccounted for."""
@@ -501,7 +535,8 @@ class Decoder:
 
     def ledger(self) -> dict[str, int]:
         """Each block once, by its strongest holder; the sum is the pool. "other": the prefill on the same pool."""
-        draining = {block for blocks in self._draining_blocks.values() for block in blocks} | set(self._free_after_step)
+        draining = {block for blocks in self._draining_blocks.values() for block in blocks}
+        draining |= {block for flight in self._flights for block in flight.blocks}
         groups: dict[str, set[int]] = {"draining": draining, "active": set(), "verified": set(), "copying": set()}
         groups["bound"] = set()
         for job in self._jobs.values():

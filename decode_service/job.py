@@ -40,6 +40,8 @@ class Job:
     running_since: float | None = None
     no_credit_since: float | None = None  # of a running slot, as the last tick saw it
     over: bool = False
+    ahead: int = 0  # steps in flight that have a row of it
+    covered: int = 0  # positions for which the newest of them had blocks
 
     @property
     def key(self) -> JobKey:
@@ -62,11 +64,21 @@ class Job:
         return [*self.prompt[first:end], *self.output[max(0, first - split) : max(0, end - split)]]
 
     def row(self, eos: frozenset[int]) -> Row:
-        """A step's work: the newest token, at the last position."""
-        sample = SampleInput(self.start.params, len(self.output), self.prompt, self.output, eos)
-        return Row(self.slot.seat, self.output[-1:], self.slot.length - 1, self.slot.blocks, sample)
+        """A step's work: the newest token, at the last position; only the runner knows a token that is in flight."""
+        ahead = self.ahead
+        sample = SampleInput(self.start.params, len(self.output) + ahead, self.prompt, self.output, eos)
+        tokens = () if ahead else self.output[-1:]
+        return Row(self.slot.seat, tokens, self.slot.length - 1 + ahead, self.slot.blocks, sample)
 
     def times(self, now: float) -> StageTimes:
         admitted = now if self.admitted is None else self.admitted
         running = now if self.running_since is None else self.running_since
         return StageTimes(queued=admitted - self.arrived, computed=now - running, transferred=running - admitted)
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A step that was given to the runner and not reported yet. `blocks` go back when it is: their jobs are over."""
+
+    jobs: list[Job]
+    blocks: list[int] = field(default_factory=list)

@@ -184,6 +184,13 @@ class DecodeScheduler:
         """Whether the next step's positions all have a block."""
         return slot.length <= len(slot.blocks) * self.block_size
 
+    def reach(self, slot: Slot, positions: int) -> None:
+        """Blocks for these positions ahead of need, as far as there are any that nobody was promised."""
+        while len(slot.blocks) * self.block_size < positions and self.unpromised > 0:
+            (block,) = self.pool.take(1)
+            slot.blocks.append(block)
+            slot.fresh.append(block)
+
     def grow(self, coming: int) -> list[Slot]:
         """Gives each slot that runs next its block, oldest first; returns the slots that gave way, already removed.
 

@@ -63,6 +63,8 @@ class LocalEngine:
         self.pool = BlockPool(config.num_blocks)
         self.prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
         self._runner = runner
+        self._depth = getattr(runner, "depth", 1)  # steps that it takes before the first is read
+        self._flights: deque[tuple[Any, Any, Any]] = deque()  # prompts, running, what the runner gave for them
         self._rng = random.Random(seed)
         self._requests: dict[int, _Request] = {}
         self._produced: list[Produced] = []
@@ -70,7 +72,7 @@ class LocalEngine:
         node, layout, eos = Node("local", 1, "in-process:0"), runner.cache.layout, runner.eos_token_ids
         self._decoder = Decoder(
             node, layout, config, self.pool, vocab_size=runner.vocab_size, eos_token_ids=eos,
-            max_waiting=NO_LIMIT, headroom=headroom,
+            max_waiting=NO_LIMIT, headroom=headroom, depth=self._depth,
         )  # fmt: skip
         self._prefiller = Prefiller(
             node, layout, config, self.pool, vocab_size=runner.vocab_size, eos_token_ids=eos, rng=self._rng,
@@ -137,16 +139,35 @@ class LocalEngine:
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Produced]:
-        """Runs one batch, of prompt chunks and of one token for each running request; returns what it produced."""
+        """Runs one batch, of prompt chunks and of one token for each running request; returns what it produced.
+
+        A runner that takes several steps has the next ones before the one that is returned has ended.
+        """
+        while len(self._flights) < self._depth and self._launch():
+            pass
+        if self._flights:
+            self._read()
+        else:
+            assert not self._requests or self._produced, f"nothing can run: {self._decoder.load()}"
+        while self._flights and not self._requests:  # of requests that ended meanwhile
+            self._read()
+        produced, self._produced = self._produced, []
+        return produced
+
+    def _launch(self) -> bool:
         now = time.monotonic()
         self._carry(self._prefiller.tick(now), now)  # prompts that wait look at the pool again
         prompts, running = self._prefiller.next_batch(now), self._decoder.next_batch(now)
-        if prompts is not None or running is not None:
-            self._on_step(prompts, running, self._runner.step(self._join(prompts, running)))
-        else:
-            assert not self._requests or self._produced, f"nothing can run: {self._decoder.load()}"
-        produced, self._produced = self._produced, []
-        return produced
+        if prompts is None and running is None:
+            return False
+        batch = self._join(prompts, running)
+        launched = self._runner.submit(batch) if self._depth > 1 else self._runner.step(batch)
+        self._flights.append((prompts, running, launched))
+        return True
+
+    def _read(self) -> None:
+        prompts, running, launched = self._flights.popleft()
+        self._on_step(prompts, running, self._runner.collect(launched) if self._depth > 1 else launched)
 
     def _join(self, prompts: Any, running: Any) -> Any:
         """One batch of both; the prompts' slots come after those of the running requests."""

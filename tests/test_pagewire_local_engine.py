@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from decode_service.config import ROLE
+from engine.batch import Batch, StepOutput
 from engine.config import EngineConfig
 from engine.fake_runner import FakeRunner, fake_tokens
 from engine.types import FinishReason, SamplingParams, Token
@@ -226,3 +228,62 @@ def test_a_real_model_gives_the_same_tokens_alone_and_in_a_crowded_pool(model_ca
     produced = run(crowded)
     assert [ids(produced[request]) for request in requests] == alone
     assert starts, "no request was preempted"
+
+
+class AheadRunner(FakeRunner):
+    """Takes two steps before the first is read, and keeps the newest tokens to itself, as a card does."""
+
+    depth = 2
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.newest: dict[int, int | None] = {}  # by slot; None: ended
+        self.launched = self.most_launched = 0
+
+    def submit(self, batch: Batch) -> StepOutput:
+        rows = []
+        for row in batch.rows:
+            token = self.newest[row.slot] if not row.tokens else -1
+            if token is not None:
+                rows.append(replace(row, tokens=[token]) if not row.tokens else row)
+        output = self.step(replace(batch, rows=rows))
+        found = {row.slot: token for row, token in zip(rows, output.tokens, strict=True)}
+        for row in rows:
+            if row.sample is not None and (token := found[row.slot]) is not None:
+                eos = frozenset() if row.sample.params.ignore_eos else self.eos_token_ids
+                ended = token.token_id in eos or token.index + 1 == row.sample.params.max_tokens
+                self.newest[row.slot] = None if ended else token.token_id
+        self.launched += 1
+        self.most_launched = max(self.most_launched, self.launched)
+        tokens = [found.get(row.slot) for row in batch.rows]
+        return replace(output, tokens=tokens, prompt_logprobs=[[] for _ in batch.rows])
+
+    def collect(self, output: StepOutput) -> StepOutput:
+        self.launched -= 1
+        return output
+
+
+@pytest.mark.parametrize("blocks", [64, 14, 9])
+def test_steps_that_start_before_the_last_is_read_change_no_token(blocks: int) -> None:
+    runner = AheadRunner(SIZE, blocks, eos_token_ids=(3, 7, 11, 400, 800))
+    unsplit = LocalEngine(runner, EngineConfig(block_size=SIZE, num_blocks=blocks, max_num_seqs=4), headroom=0)
+    rng = random.Random(blocks)
+    prompts = [[rng.randrange(1000) for _ in range(rng.choice((1, 15, 16, 33, 50)))] for _ in range(12)]
+    counts = [rng.choice((1, 2, 17, 40, 60)) for _ in prompts]
+    numbers = [unsplit.add_request(*both) for both in zip(prompts, map(greedy, counts), strict=True)]
+    produced = run(unsplit)
+    for number, prompt, count in zip(numbers, prompts, counts, strict=True):
+        expected = fake_tokens(prompt, count, eos=frozenset(runner.eos_token_ids))
+        end = next((i for i, token in enumerate(expected) if token in runner.eos_token_ids), count - 1)
+        assert ids(produced[number]) == expected[: end + 1]
+    assert runner.most_launched == 2 and runner.launched == 0
+
+
+def test_a_cancelled_request_leaves_no_block_behind_while_its_steps_run() -> None:
+    runner = AheadRunner(SIZE, 32)
+    unsplit = LocalEngine(runner, EngineConfig(block_size=SIZE, num_blocks=32))
+    doomed, other = unsplit.add_request([5, 6, 7], greedy(60)), unsplit.add_request([8, 9], greedy(20))
+    early = [token.token_id for _ in range(8) for number, token, _ in unsplit.step() if number == other]
+    unsplit.cancel(doomed)
+    late = [token.token_id for token, _ in run(unsplit)[other]]
+    assert early + late == fake_tokens([8, 9], 20)

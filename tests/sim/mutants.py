@@ -124,7 +124,9 @@ def decode_has_no_step_fence() -> Patches:
 
     def forget(self: Decoder, job: Any, now: float) -> None:
         original(self, job, now)
-        self._release_after_step()
+        for flight in self._flights:
+            self.pool.give(flight.blocks)
+            flight.blocks = []
 
     return {(Decoder, "_forget"): forget}
 
