@@ -1,0 +1,192 @@
+"""One CUDA card as the engine sees it: PyCUDA's stream and pool in the context that torch uses, and kernel launches.
+
+PyCUDA retains the primary context, which is torch's, and makes the stream, which torch adopts, and the KV pool, so that
+its handle can be given to other processes. Kernels are loaded from cubins and launched through the driver's bindings,
+because only those can set the attribute that lets a kernel start while the one before it still runs. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.backend.launches import RAISE_SHARED, Launch
+from engine.backend.nvcc import DEFAULT_CACHE_DIR, Kernel, architecture, cubin
+
+
+class Long(int):
+    """A 64-bit integer argument; plain ints are 32-bit."""
+
+
+class Address(int):
+    """A pointer that is no tensor's beginning."""
+
+
+Argument = Tensor | Long | Address | int | float | bytes | None
+
+
+class CudaError(RuntimeError):
+    """The driver refused; str() names its error."""
+
+
+class Gpu:
+    """The current card. Everything runs on `stream`, in order; one thread uses it at a time."""
+
+    device = "cuda"
+
+    def __init__(self, cache_dir: Path = DEFAULT_CACHE_DIR) -> None:
+        import pycuda.driver as cuda
+        from cuda.bindings import driver  # which torch brings along
+
+        torch.zeros(1, device="cuda")  # makes the primary context and leaves it current
+        cuda.init()
+        card = cuda.Device(torch.cuda.current_device())
+        context = card.retain_primary_context()
+        # PyCUDA allocates in the context on its own stack. It is torch's current one anyway: nothing stays pushed.
+        context.push()
+        try:
+            self._stream = cuda.Stream(1)  # 1: never waits for the legacy default stream
+        finally:
+            context.pop()
+        self._context = context
+        self._cuda = cuda
+        self._driver = driver
+        self._modules: dict[Kernel, Any] = {}
+        self._functions: dict[tuple[Kernel, str], Any] = {}
+        self._held: list[Any] = []
+        self.name = card.name()
+        self.arch = architecture(*card.compute_capability())
+        self.clusters = card.compute_capability()[0] >= 9  # of blocks
+        self.multiprocessors = card.get_attribute(cuda.device_attribute.MULTIPROCESSOR_COUNT)
+        self.shared_per_multiprocessor = card.get_attribute(cuda.device_attribute.MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)
+        self.cache_dir = cache_dir
+        self.stream = torch.cuda.ExternalStream(self._stream.handle)
+        overlapped = driver.CUlaunchAttribute()
+        overlapped.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        overlapped.value.programmaticStreamSerializationAllowed = 1
+        self._overlapped = [overlapped]
+
+    # ---- memory ---------------------------------------------------------------------------------------------------
+
+    def on_stream(self) -> Any:
+        """A context manager: what torch does inside goes to our stream."""
+        return torch.cuda.stream(self.stream)
+
+    def pool(self, size: int) -> Tensor:
+        """Bytes of an allocation of its own, not zeroed, which live as long as the process."""
+        self._context.push()
+        try:
+            memory = self._cuda.mem_alloc(size)
+        except self._cuda.MemoryError as error:
+            free, total = torch.cuda.mem_get_info()
+            raise CudaError(f"{size} bytes of GPU memory are needed and {free} of {total} are free") from error
+        finally:
+            self._context.pop()
+        self._held.append(memory)
+        return torch.as_tensor(_Bytes(int(memory), size), device="cuda")
+
+    def pinned(self, *shape: int) -> Tensor:
+        """Zeroed int32 memory of the host that kernels may read and write."""
+        return torch.zeros(shape, dtype=torch.int32).pin_memory()
+
+    def free_bytes(self) -> tuple[int, int]:
+        """Free and in total, of the whole card."""
+        return torch.cuda.mem_get_info()
+
+    def to_device(self, values: Any) -> Tensor:
+        """Ints as an int32 tensor on the card, copied in the stream's order."""
+        return torch.as_tensor(values, dtype=torch.int32).pin_memory().to("cuda", non_blocking=True)
+
+    def to_host(self, values: Tensor) -> Tensor:
+        """Whole once what was launched so far is done."""
+        held = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        return held.copy_(values, non_blocking=True)
+
+    # ---- order ----------------------------------------------------------------------------------------------------
+
+    def mark(self) -> torch.cuda.Event:
+        """Everything launched so far; synchronize() waits for it."""
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return event
+
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Runs `body` once, so that every kernel is loaded, and records it: what it returns replays it."""
+        with self.on_stream():
+            body()
+        self.stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            body()
+        return graph.replay
+
+    # ---- kernels --------------------------------------------------------------------------------------------------
+
+    def compile(self, kernels: Iterable[Kernel]) -> None:
+        """Those that are not in the cache yet, with all cores. Raises KernelError."""
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            list(threads.map(lambda one: cubin(one, self.arch, self.cache_dir), dict.fromkeys(kernels)))
+
+    def launch(self, launch: Launch, *arguments: Argument, overlap: bool = True) -> None:
+        """With `overlap` it may start before its predecessor has ended: all our kernels wait by themselves."""
+        values = [_value(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+        config = self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = *launch.grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block, 1, 1
+        config.sharedMemBytes = launch.shared
+        config.hStream = self._stream.handle
+        if overlap:
+            config.attrs, config.numAttrs = self._overlapped, 1
+        function = self._functions.get((launch.kernel, launch.function)) or self._function(launch)
+        self._check(self._driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+
+    def _function(self, launch: Launch) -> Any:
+        driver, kernel = self._driver, launch.kernel
+        if kernel not in self._modules:
+            data = cubin(kernel, self.arch, self.cache_dir).read_bytes()
+            self._modules[kernel] = self._check(driver.cuModuleLoadData(data))
+        function = self._check(driver.cuModuleGetFunction(self._modules[kernel], launch.function.encode()))
+        if launch.shared > RAISE_SHARED:
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._check(driver.cuFuncSetAttribute(function, limit, launch.shared))
+        self._functions[kernel, launch.function] = function
+        return function
+
+    def _check(self, result: tuple[Any, ...]) -> Any:
+        code, *rest = result
+        if code != self._driver.CUresult.CUDA_SUCCESS:
+            raise CudaError(f"the CUDA driver answered {code.name}")
+        return rest[0] if rest else None
+
+
+class _Bytes:
+    """Device memory as torch.as_tensor takes it."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+def _value(argument: Argument) -> Any:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if argument is None:
+        return ctypes.c_void_p(0)
+    if isinstance(argument, Address):
+        return ctypes.c_void_p(argument)
+    if isinstance(argument, Long):
+        return ctypes.c_int64(argument)
+    if isinstance(argument, float):
+        return ctypes.c_float(argument)
+    if isinstance(argument, int):
+        return ctypes.c_int(argument)
+    return ctypes.create_string_buffer(argument, len(argument))

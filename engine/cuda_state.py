@@ -1,0 +1,261 @@
+"""The state of a decode batch on the card, and the host's picture of it, from which the differences follow.
+
+All of it is one array of ints: tokens, positions, lengths, block tables, end tokens, sampling parameters. A step's
+graph begins by applying the host's changes from a ring of pinned memory and ends by moving every row on, so that the
+host sends a row only when it joins, leaves, or gets a block. A row keeps its place while it runs; the
+lowest free place is next.
+"""
+
+from __future__ import annotations
+
+import heapq
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.backend import launches
+from engine.backend.cuda import Gpu
+from engine.backend.launches import RING_HEADER, Launch
+from engine.batch import Row, SampleInput
+from engine.types import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+
+RING = 8  # steps that may be launched and not read
+_ENTRY = 1 << 14  # ints of one step's changes; more go through a copy of their own
+_MOST_ENDS = MAX_STOP_TOKEN_IDS + 32
+_PARAMS = launches.SAMPLE_ROW.size // 4
+
+EMITTED = 1  # what a row did, as in advance.cu; other bits mean that it is empty now
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """The host's picture of one row. `position` is where the next step writes; `live` is False once the row is empty.
+
+    `blocks` and `output` are the sequence's own lists, which grow: that they are the same objects says that this is the
+    same sequence, without comparing them.
+    """
+
+    index: int
+    blocks: Sequence[int]
+    output: Sequence[int]
+    params: SamplingParams
+    position: int
+    joined: int  # the step with which it came
+    sent: int  # blocks of its table that the card has
+    live: bool = True
+
+
+class BatchState:
+    """`max_rows` rows, tables of at most `max_blocks` blocks. `step` counts the steps launched so far."""
+
+    def __init__(self, gpu: Gpu, max_rows: int, max_blocks: int, vocab_size: int, block_size: int) -> None:
+        self.gpu = gpu
+        self.max_rows = max_rows
+        self.width = max_blocks
+        self.step = 0
+        self.places: dict[int, Place] = {}  # by slot
+        self._vocab, self._block_size = vocab_size, block_size
+        self._free = list(range(max_rows))
+        self._at = self._offsets(max_rows)
+        self._state = torch.zeros(self._at["end"], dtype=torch.int32, device=gpu.device)
+        self.tokens, self.positions, self.lengths, self.indices, self.remaining, self.ends, self.counted = (
+            self._view(name, max_rows)
+            for name in ("tokens", "positions", "lengths", "indices", "remaining", "ends", "counted")
+        )
+        self.positions.fill_(-1)
+        self.tokens.fill_(-1)
+        self.tables = self._view("tables", max_rows * self.width).view(max_rows, self.width)
+        self.tables.fill_(-1)
+        self.end_ids = self._view("end_ids", max_rows * _MOST_ENDS)
+        self.params = self._view("params", max_rows * _PARAMS)
+        self.bias_ids = self._view("bias_ids", max_rows * MAX_LOGIT_BIAS)
+        self.bias_values = self._view("bias_values", max_rows * MAX_LOGIT_BIAS)
+        self.counts = torch.zeros(max_rows, vocab_size, dtype=torch.int32, device=gpu.device)
+        self.scratch = torch.zeros(max_rows, vocab_size, dtype=torch.float32, device=gpu.device)
+        self.sampled = torch.zeros(max_rows, dtype=torch.int32, device=gpu.device)
+        self.counter = torch.zeros(1, dtype=torch.int32, device=gpu.device)
+        self.began = torch.zeros(1, dtype=torch.int64, device=gpu.device)
+        self._changes = gpu.pinned(RING, _ENTRY)
+        # Offset -> values, for the next step. One entry an offset: the card writes them in any order.
+        self._to: dict[int, Sequence[int]] = {}
+        self._counting: list[tuple[int, Sequence[int], Sequence[int]]] = []
+
+    def _offsets(self, rows: int) -> dict[str, int]:
+        """Of each array, in ints; all begin at multiples of 16, because parameters hold 64-bit numbers."""
+        found, end = {}, 0
+        sizes = dict.fromkeys(("tokens", "positions", "lengths", "indices", "remaining", "ends", "counted"), rows)
+        sizes |= {"tables": rows * self.width, "end_ids": rows * _MOST_ENDS, "params": rows * _PARAMS}
+        sizes |= {"bias_ids": rows * MAX_LOGIT_BIAS, "bias_values": rows * MAX_LOGIT_BIAS}
+        for name, size in sizes.items():
+            found[name], end = end, end + -(-size // 16) * 16
+        return found | {"end": end}
+
+    def _view(self, name: str, size: int) -> Tensor:
+        return self._state[self._at[name] : self._at[name] + size]
+
+    # ---- rows -----------------------------------------------------------------------------------------------------
+
+    def arrange(self, rows: Sequence[Row]) -> list[Place]:
+        """Notes what the card has to be told so that its next step runs exactly these rows; their places."""
+        coming = {row.slot: row for row in rows}
+        for slot, place in list(self.places.items()):
+            if (row := coming.get(slot)) is None or not _same(place, row):
+                self._leave(slot)
+        return [self._arrange(row) for row in rows]
+
+    def _arrange(self, row: Row) -> Place:
+        sample, place = row.sample, self.places.get(row.slot)
+        assert sample is not None, f"slot {row.slot} decodes without sampling"
+        if place is not None and place.live and place.position == row.start:
+            if len(row.blocks) > place.sent:
+                self._send_blocks(place)
+        else:
+            place = self._join(row, sample, place)
+        place.position += 1
+        return place
+
+    def _leave(self, slot: int) -> None:
+        place = self.places.pop(slot)
+        if place.live:
+            self._empty(place.index)
+        heapq.heappush(self._free, place.index)
+
+    def _empty(self, index: int) -> None:
+        self._put("tokens", index, -1)
+        self._put("positions", index, -1)
+        self._put("lengths", index, 0)
+
+    def _join(self, row: Row, sample: SampleInput, before: Place | None) -> Place:
+        assert row.tokens, f"slot {row.slot} joins without its token"
+        params = sample.params
+        index = heapq.heappop(self._free) if before is None else before.index
+        place = Place(index, row.blocks, sample.output, params, row.start, self.step, 0)
+        self.places[row.slot] = place
+        self._put("tokens", index, row.tokens[-1])
+        self._put("positions", index, row.start)
+        self._put("lengths", index, row.start + 1)
+        self._put("indices", index, sample.index)
+        self._put("remaining", index, (params.max_tokens or 1 << 30) - sample.index)
+        self._send_blocks(place)
+        if before is None:
+            self._send_params(index, sample)
+        return place
+
+    def _send_params(self, index: int, sample: SampleInput) -> None:
+        params = sample.params
+        masked = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else sample.eos)
+        ends = sorted(masked)[:_MOST_ENDS]
+        penalized = bool(params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty)
+        packed = launches.SAMPLE_ROW.pack(
+            params.temperature, params.top_p, params.min_p, min(params.top_k, 2**31 - 1), params.repetition_penalty,
+            params.frequency_penalty, params.presence_penalty, params.min_tokens, params.seed or 0,
+            len(params.logit_bias), len(ends), int(penalized),
+        )  # fmt: skip
+        self._put("params", index * _PARAMS, *struct.unpack(f"<{_PARAMS}i", packed))
+        self._put("ends", index, len(ends))
+        self._put("counted", index, int(penalized))
+        if ends:
+            self._put("end_ids", index * _MOST_ENDS, *ends)
+        if params.logit_bias:
+            values = list(params.logit_bias.values())
+            self._put("bias_ids", index * MAX_LOGIT_BIAS, *params.logit_bias)
+            bits = struct.unpack(f"<{len(values)}i", struct.pack(f"<{len(values)}f", *values))
+            self._put("bias_values", index * MAX_LOGIT_BIAS, *bits)
+        if penalized:
+            self._counting.append((index, sample.prompt, list(sample.output)))
+
+    def _send_blocks(self, place: Place) -> None:
+        """What the card's table lacks, and behind it the end: a longer table's rest must not look like more."""
+        first, last = place.sent, min(len(place.blocks), self.width)
+        values = list(place.blocks[first:last])
+        if last < self.width:
+            values.append(-1)
+        self._put("tables", place.index * self.width + first, *values)
+        place.sent = last
+
+    def _put(self, name: str, index: int, *values: int) -> None:
+        self._to[self._at[name] + index] = values
+
+    def did(self, place: Place, step: int, flags: int) -> None:
+        """What the card says about a row's step: one that ended, or has no block to go on, is empty now."""
+        if flags != EMITTED and step >= place.joined:
+            place.live = False
+
+    # ---- launches -------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Hands the changes to the next step, before its graph is launched."""
+        for index, prompt, output in self._counting:
+            self._count(index, prompt, output)
+        self._counting.clear()
+        changes, self._to = self._to, {}
+        entry = self._changes[self.step % RING].numpy()
+        entry[0] = 0
+        if not changes:
+            return
+        head: list[int] = [len(changes)]
+        body: list[int] = []
+        first = 1 + 3 * len(changes)
+        for to, values in changes.items():
+            head += (to, first + len(body), len(values))
+            body += values
+        if len(head) + len(body) <= _ENTRY:
+            entry[1 : len(head)] = head[1:]
+            entry[len(head) : len(head) + len(body)] = body
+            entry[0] = head[0]
+            return
+        packed = self.gpu.to_device(head + body)
+        apply = launches.apply(self._vocab, self._block_size, min(len(changes), 1024))
+        self.gpu.launch(apply, self._state, packed, overlap=False)
+
+    def _count(self, index: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        ids = [self.gpu.to_device(list(some) or [-1]) for some in (prompt, output)]
+        launch = launches.count(self._vocab, self._block_size)
+        self.gpu.launch(launch, self.counts[index], ids[0], len(prompt), ids[1], len(output), overlap=False)
+
+    def apply_changes(self) -> None:
+        """The first launch of a step's graph."""
+        self.gpu.launch(launches.next_changes(), self._state, self._changes, _ENTRY, RING, self.counter, overlap=False)
+
+    def sample(self, logits: Tensor, rows: int) -> None:
+        dtype = "float32" if logits.dtype == torch.float32 else str(logits.dtype).removeprefix("torch.")
+        launch = launches.sample(self._vocab, rows, dtype)
+        self.gpu.launch(
+            launch, logits, self.params, self.positions, self.indices, self.counts, self.bias_ids, self.bias_values,
+            MAX_LOGIT_BIAS, self.end_ids, _MOST_ENDS, self.scratch, self.sampled,
+        )  # fmt: skip
+
+    def advance(self, rows: int, ring: Tensor) -> None:
+        """The last launch of a step's graph: `ring` [RING, RING_HEADER + 2 * rows] gets what the rows did."""
+        held = (
+            self.tokens, self.positions, self.lengths, self.indices, self.remaining, self.tables, self.end_ids,
+            self.ends, self.counts, self.counted,
+        )  # fmt: skip
+        packed = launches.ROW_STATE.pack(*(tensor.data_ptr() for tensor in held), self.width, _MOST_ENDS)
+        launch = launches.advance(self._vocab, self._block_size, rows)
+        self.gpu.launch(launch, self.sampled, packed, rows, ring, RING, self.counter, self.began)
+
+    def ring(self, rows: int) -> Tensor:
+        return self.gpu.pinned(RING, RING_HEADER + 2 * rows)
+
+    def kernels(self, dtypes: Sequence[str]) -> list[Launch]:
+        found = [launches.sample(self._vocab, 1, dtype) for dtype in dtypes]
+        return [
+            *found,
+            launches.advance(self._vocab, self._block_size, 1),
+            launches.next_changes(),
+        ]
+
+
+def _same(place: Place, row: Row) -> bool:
+    """Whether this is the sequence that has the place."""
+    sample = row.sample
+    return (
+        place.blocks is row.blocks
+        and sample is not None
+        and place.output is sample.output
+        and place.params is sample.params
+    )

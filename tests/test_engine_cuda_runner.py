@@ -1,0 +1,134 @@
+"""The CUDA runner's own logic on an emulated card: its tokens are the CPU runner's, and it sends only what changed."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from emulated_gpu import EmulatedGpu
+
+from engine.backend.cpu import CPUBackend
+from engine.batch import Batch, Row, SampleInput
+from engine.config import EngineConfig, ModelConfig
+from engine.cuda_cache import CudaKVCache
+from engine.cuda_runner import CudaRunner
+from engine.kv_cache import KVCache, kv_layout
+from engine.loader.random_shapes import SHAPES
+from engine.loader.random_weights import random_tensors
+from engine.models.llama import Llama
+from engine.runner import ModelRunner
+from engine.types import SamplingParams, Token, TokenLogprob
+from pagewire.local_engine import LocalEngine
+
+MODEL = ModelConfig.from_dict(SHAPES["tiny"], {"eos_token_id": [2, 0]})
+Produced = tuple[list[list[Token]], list[list[TokenLogprob]]]
+
+
+@cache
+def weights() -> Llama:
+    return Llama(MODEL, random_tensors(MODEL, 0, torch.float32, lambda *_: None))
+
+
+def on_cpu(config: EngineConfig) -> ModelRunner:
+    layout = kv_layout(MODEL, b"m", "float32", config.block_size, "")
+    return ModelRunner(weights(), config, KVCache(layout, config.num_blocks), CPUBackend())
+
+
+def emulated(config: EngineConfig, warm: bool = False) -> CudaRunner:
+    gpu: Any = EmulatedGpu()
+    layout = kv_layout(MODEL, b"m", "float32", config.block_size, "")
+    runner = CudaRunner(weights(), config, CudaKVCache(layout, config.num_blocks, gpu), gpu)
+    if warm:
+        runner.warm_up()
+    return runner
+
+
+def run(runner: Any, config: EngineConfig, prompts: list[list[int]], params: list[SamplingParams]) -> Produced:
+    engine = LocalEngine(runner, config)
+    numbers = [engine.add_request(*both) for both in zip(prompts, params, strict=True)]
+    tokens: dict[int, list[Token]] = {number: [] for number in numbers}
+    while engine.has_work:
+        for number, token, _ in engine.step():
+            tokens[number].append(token)
+        engine.audit()
+    return [tokens[number] for number in numbers], [list(engine.prompt_logprobs.get(number, ())) for number in numbers]
+
+
+def some_params(rng: random.Random, seed: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=0 if rng.random() < 0.6 else 0.8,
+        seed=seed,
+        max_tokens=rng.choice((1, 3, 20)),
+        top_k=rng.choice((0, 5)),
+        top_p=rng.choice((1.0, 0.9)),
+        repetition_penalty=rng.choice((1.0, 1.0, 1.3)),
+        presence_penalty=rng.choice((0.0, 0.0, 0.5)),
+        logit_bias={7: 3.0} if rng.random() < 0.2 else {},
+        ignore_eos=rng.random() < 0.5,
+        stop_token_ids=[rng.randrange(320)],
+        logprobs=rng.choice((None, None, 2)),
+        prompt_logprobs=rng.choice((None, None, 1)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_are_the_cpu_runners_whatever_the_company_the_chunks_and_the_pool(seed: int) -> None:
+    rng = random.Random(seed)
+    config = EngineConfig(
+        block_size=rng.choice((16, 32)),
+        num_blocks=rng.choice((20, 60)),  # 20: requests give way to each other
+        max_num_seqs=rng.choice((3, 5, 8)),
+        max_num_batched_tokens=rng.choice((16, 40, 200)),
+        max_model_len=256,
+    )
+    prompts = [[rng.randrange(3, 320) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 70)))] for _ in range(6)]
+    params = [some_params(rng, number) for number in range(6)]
+    expected, reports = run(on_cpu(config), config, prompts, params)
+    found, other_reports = run(emulated(config, warm=seed % 2 == 0), config, prompts, params)
+    assert [[t.token_id for t in one] for one in found] == [[t.token_id for t in one] for one in expected]
+    assert [[t.logprob is None for t in one] for one in found] == [[t.logprob is None for t in one] for one in expected]
+    assert [[r.token_id for r in one] for one in other_reports] == [[r.token_id for r in one] for one in reports]
+
+
+def decode_row(slot: int, token: int | None, position: int, blocks: list[int], output: list[int], index: int) -> Row:
+    params = PARAMS.setdefault(slot, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    return Row(slot, () if token is None else (token,), position, blocks, SampleInput(params, index, [5], output))
+
+
+PARAMS: dict[int, SamplingParams] = {}
+
+
+def test_two_steps_may_be_launched_before_the_first_is_read() -> None:
+    config = EngineConfig(block_size=16, num_blocks=8, max_num_seqs=4, max_model_len=64)
+    runner, output, blocks = emulated(config), [9], [3]
+    runner.step(Batch([Row(9, [5], 0, blocks)]))  # the prompt's only token
+    first = runner.submit(Batch([decode_row(0, 9, 1, blocks, output, 1)]))
+    second = runner.submit(Batch([decode_row(0, None, 2, blocks, output, 2)]))
+    tokens = [runner.collect(launched).tokens[0] for launched in (first, second)]
+    plain = on_cpu(config)
+    plain.step(Batch([Row(9, [5], 0, blocks)]))
+    one = plain.step(Batch([decode_row(0, 9, 1, blocks, output, 1)])).tokens[0]
+    assert one is not None and tokens[0] is not None and tokens[0].token_id == one.token_id
+    two = plain.step(Batch([decode_row(0, one.token_id, 2, blocks, output, 2)])).tokens[0]
+    assert two is not None and tokens[1] is not None and (tokens[1].index, tokens[1].token_id) == (2, two.token_id)
+
+
+def test_a_row_that_goes_on_is_not_sent_again_and_one_without_a_block_waits_for_it() -> None:
+    config = EngineConfig(block_size=16, num_blocks=8, max_num_seqs=4, max_model_len=64)
+    runner, output, blocks = emulated(config), [9], [3]
+    sent: list[int] = []
+    state = runner._state
+    flush = state.flush
+    state.flush = lambda: (sent.append(len(state._to)), flush())[1]  # type: ignore[method-assign,func-returns-value]
+    token = 9
+    for position in range(1, 18):
+        if position == 16:
+            blocks.append(4)
+        found = runner.step(Batch([decode_row(0, token, position, blocks, output, position)])).tokens[0]
+        assert found is not None
+        token = found.token_id
+    assert sent[0] > 5 and sent[1:15] == [0] * 14  # it joins, and goes on by itself
+    assert sent[15] > 0 and sent[16] == 0  # position 16 came with the second block
