@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Protocol
 
 import grpc
@@ -34,6 +34,7 @@ from wire.codec import (
 from wire.liveness import HEARTBEAT_S, SILENCE_S, TICK_S, Liveness
 from wire.logs import get_logger
 from wire.session import Outbound
+from wire.tasks import cancel_all
 
 log = get_logger("kvtransfer")
 
@@ -154,7 +155,7 @@ class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
             self._apply(self._core.pull_closed(pull, time.monotonic()))
             if watch.silent:
                 log.warning("pull_silent", pull=pull)
-            await _cancel(tasks)
+            await cancel_all(tasks)
 
     async def _read(self, pull: int, requests: AsyncIterator[Any], watch: _Watch) -> str:
         """Until the puller has said all. Returns what is wrong with its last message; "" if nothing is."""
@@ -235,7 +236,7 @@ class PullClients:
     async def close(self) -> None:
         """Ends every stream, then the channels. Each pull is reported closed before this returns."""
         tasks = [stream.task for stream in self._streams.values() if stream.task is not None]
-        await _cancel(tasks)
+        await cancel_all(tasks)
         for pull in list(self._streams):  # a task that was cancelled before it began has reported nothing
             del self._streams[pull]
             self._apply(self._core.pull_stream_closed(pull, time.monotonic()))
@@ -283,7 +284,7 @@ class PullClients:
             users.discard(pull)
             del self._streams[pull]
             self._apply(self._core.pull_stream_closed(pull, time.monotonic()))
-            await _cancel([watching])
+            await cancel_all([watching])
 
     def _on_event(self, pull: int, stream: _Stream, event: Any) -> None:
         now = time.monotonic()
@@ -315,12 +316,3 @@ class PullClients:
 
 def _why(error: InvalidMessage | grpc.aio.AioRpcError) -> str:
     return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
-
-
-async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    for task in tasks:
-        with contextlib.suppress(asyncio.CancelledError):
-            await task

@@ -94,4 +94,7 @@ def _on_signals(stop: asyncio.Event) -> None:
 
 
 def _say(line: str) -> None:
-    print(f"router: {line}", flush=True)
+    try:
+        print(f"router: {line}", flush=True)
+    except OSError:  # whoever read this is gone: a drain goes on without an audience
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -87,7 +87,10 @@ async def pair(free_port: int) -> AsyncIterator[Pair]:
         yield pair
     finally:
         await pair.clients.close()
-        await pair.server.stop(None)
+        await pair.server.stop(None)  # it does not wait until the handlers have run to their end
+        deadline = time.monotonic() + 3
+        while len(pair.service) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
         assert len(pair.service) == len(pair.clients) == len(pair.puller.inbox) == 0
         pair.owner.pool.audit(pair.owner.holders())
         pair.puller.pool.audit(pair.puller.holders())

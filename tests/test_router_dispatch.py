@@ -403,7 +403,7 @@ def test_beyond_the_running_limit_requests_queue_and_beyond_the_queue_they_are_r
     assert len([each for each in world.sent if isinstance(each.command, PrefillStart)]) == 1
     with pytest.raises(Overloaded) as error:
         world.submit()
-    assert error.value.retry_after > 0 and "1 requests are running" in str(error.value)
+    assert error.value.retry_after > 0 and "1 running and" in str(error.value)
     world.do(world.core.cancel(first, 1.0))
     assert len([each for each in world.sent if isinstance(each.command, PrefillStart)]) == 2
 

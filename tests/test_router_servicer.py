@@ -346,7 +346,7 @@ async def test_a_full_router_refuses_with_numbers_and_a_retry_hint(directory: Pa
         await until(lambda: bool(front.driver.dispatcher.flows))
         error = await failure(stub(front).Generate(request()))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "1 requests are running" in (error.details() or "")
+        assert "1 running and" in (error.details() or "")
         assert details(error, error_details_pb2.RetryInfo).retry_delay.seconds == 1
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -8,7 +8,6 @@ ends for whatever reason reports so exactly once; there is no resumption, the ro
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -21,6 +20,7 @@ from engine.messages import Heartbeat, RouterHello, WorkerHello, WorkerLoad
 from wire.codec import UNREADABLE, InvalidMessage, readable
 from wire.liveness import HEARTBEAT_S, TICK_S, Liveness
 from wire.logs import get_logger
+from wire.tasks import cancel_all
 
 log = get_logger("session")
 
@@ -131,7 +131,7 @@ async def serve(
     finally:
         outbound.close()
         worker.session_closed(router.session, outbound)
-        await _cancel(tasks)
+        await cancel_all(tasks)
 
 
 async def _read_hello(
@@ -207,18 +207,10 @@ async def attach(
     finally:
         outbound.close()
         call.cancel()
-        await _cancel([beating])
+        await cancel_all([beating])
 
 
 def _why(error: grpc.aio.AioRpcError) -> str:
     if error.code() is grpc.StatusCode.CANCELLED:
         return "the session was cut off"
     return f"{error.code().name}: {error.details()}"
-
-
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    for task in tasks:
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
