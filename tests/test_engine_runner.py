@@ -160,7 +160,7 @@ def bits_alone(row_tile: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("row_tile", [1, 8, 16])
 @given(st.sets(st.integers(1, 59), max_size=12), st.integers(0, 8), st.randoms(use_true_random=False))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_a_row_tile_makes_bits_independent_of_mates_and_chunks(
     row_tile: int, cuts: set[int], mates: int, rng: random.Random
 ) -> None:
