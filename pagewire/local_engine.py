@@ -76,7 +76,7 @@ class LocalEngine:
         )  # fmt: skip
         self._prefiller = Prefiller(
             node, layout, config, self.pool, vocab_size=runner.vocab_size, eos_token_ids=eos, rng=self._rng,
-            digests=False, max_waiting=NO_LIMIT, promises=self._decoder,
+            digests=False, max_waiting=NO_LIMIT, promises=self._decoder, depth=self._depth,
         )  # fmt: skip
         self._pair = LocalPair(self._prefiller, self._decoder)
         now = time.monotonic()

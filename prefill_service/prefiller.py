@@ -73,6 +73,8 @@ class Promises(Protocol):
 class Prefiller:
     """`pool` may be shared with a decode stage in the same process (the local transport). Prefill then admits nothing
     that would break that stage's `promises`, which are read anew at each admission; without one they are set by hand.
+
+    `depth` steps may be in flight.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Prefiller:
         max_waiting: int = 256,
         ticket_ttl: float = TICKET_TTL,
         promises: Promises | None = None,
+        depth: int = 1,
     ) -> None:
         self.layout = layout
         self.config = config
@@ -99,7 +102,7 @@ class Prefiller:
         self.draining = False
         self.ignored: Counter[str] = Counter()
         self.sessions: dict[int, RouterHello] = {}
-        self.scheduler = PrefillScheduler(pool, config, eos_token_ids, digests=digests)
+        self.scheduler = PrefillScheduler(pool, config, eos_token_ids, digests=digests, depth=depth)
         self.outbox = Outbox(node, layout_digest(layout), ticket_ttl, block_bytes=layout.block_bytes)
         self._node = node
         self._vocab_size = vocab_size
@@ -237,11 +240,11 @@ class Prefiller:
     # ---- a step -----------------------------------------------------------------------------------------------
 
     def next_batch(self, now: float) -> Batch | None:
-        """The next step's work; None while a step is in flight or nothing is left to compute."""
+        """The next step's work; None while `depth` steps are in flight or nothing is left to compute."""
         return self.scheduler.next_batch()
 
     def on_step(self, output: StepOutput, now: float) -> list[Action]:
-        tokens = sum(chunk.count for chunk in self.scheduler.in_flight)
+        tokens = sum(chunk.count for chunk in self.scheduler.flights[0])
         self._step_seconds = _average(self._step_seconds, output.seconds)
         self._token_seconds = _average(self._token_seconds, output.seconds / max(1, tokens))
         first: list[Action] = []  # token 0 goes to the client ahead of everything else
@@ -346,7 +349,7 @@ class Prefiller:
     def _release_after_step(self) -> None:
         tickets, self._free_after_step = self._free_after_step, []
         for ticket in tickets:
-            self._tables.pop(ticket).release(self.pool)
+            self._free(ticket)
 
     # ---- pulls ------------------------------------------------------------------------------------------------
 
@@ -429,7 +432,7 @@ class Prefiller:
     @property
     def idle(self) -> bool:
         """Nothing is waiting, computed or leased."""
-        return not self._jobs and not self._tables and not self.scheduler.in_flight
+        return not self._jobs and not self._tables and not self.scheduler.flights
 
     def holders(self) -> list[list[int]]:
         """Every reference that this stage holds, for the pool's audit; a shared pool is audited over both stages'."""

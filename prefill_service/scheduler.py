@@ -8,6 +8,7 @@ job is never passed by a younger one. Knows nothing of sessions, tickets, messag
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -51,7 +52,9 @@ class PrefillJob:
 
 @dataclass(slots=True, eq=False)
 class Filling:
-    """A prompt with all its blocks. Positions below `done` are computed; `reused` blocks came from the cache."""
+    """A prompt with all its blocks. Positions below `done` are computed, those below `launched` are at least in a step
+    in flight; `reused` blocks came from the cache.
+    """
 
     job: PrefillJob
     ticket: int
@@ -59,6 +62,7 @@ class Filling:
     slot: int
     reused: int
     done: int
+    launched: int
     admitted: float
     unzeroed: list[int]  # taken from the pool and not yet zeroed
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -66,6 +70,10 @@ class Filling:
     @property
     def remaining(self) -> int:
         return self.job.num_tokens - self.done
+
+    @property
+    def not_launched(self) -> int:
+        return self.job.num_tokens - self.launched
 
 
 @dataclass(slots=True, eq=False)
@@ -87,16 +95,26 @@ class Progress:
 
 
 class PrefillScheduler:
-    """`digests` False: nobody checks copied bytes (the local transport copies none), so none are computed."""
+    """`digests` False: nobody checks copied bytes (the local transport copies none), so none are computed.
+
+    `depth` steps may be in flight: the device works on the next one while the last one is reported.
+    """
 
     def __init__(
-        self, pool: BlockPool, config: EngineConfig, eos_token_ids: Collection[int], *, digests: bool = True
+        self,
+        pool: BlockPool,
+        config: EngineConfig,
+        eos_token_ids: Collection[int],
+        *,
+        digests: bool = True,
+        depth: int = 1,
     ) -> None:
         self.pool = pool
         self.config = config
         self.waiting: list[PrefillJob] = []  # oldest first
         self.filling: list[Filling] = []  # oldest first
-        self.in_flight: list[Chunk] = []  # the batch that the device works on
+        self.flights: deque[list[Chunk]] = deque()  # the batches that the device works on, the oldest first
+        self._depth = depth
         self._eos = frozenset(eos_token_ids)
         self._with_digests = digests
         self._digests: dict[int, tuple[int, int]] = {}  # block -> (generation, digest) when it was sealed
@@ -129,6 +147,7 @@ class PrefillScheduler:
             slot=self._free_slots.pop(),
             reused=len(reused),
             done=len(reused) * size,
+            launched=len(reused) * size,
             admitted=now,
             unzeroed=new,
         )
@@ -151,38 +170,45 @@ class PrefillScheduler:
     # ---- filling ----------------------------------------------------------------------------------------------
 
     def next_batch(self) -> Batch | None:
-        """Packs chunks of the oldest prompts under the token budget. None while a batch is in flight."""
-        if self.in_flight or not self.filling:
+        """Packs chunks of the oldest prompts under the token budget. None while `depth` batches are in flight."""
+        if len(self.flights) >= self._depth:
             return None
-        batch = Batch()
+        batch, chunks = Batch(), list[Chunk]()
         budget = self.config.max_num_batched_tokens
         for filling in self.filling:
             if budget == 0:
                 break
-            chunk = self._chunk(filling, min(budget, filling.remaining))
+            if not filling.not_launched:
+                continue
+            chunk = self._chunk(filling, min(budget, filling.not_launched))
             budget -= chunk.count
-            self.in_flight.append(chunk)
+            chunks.append(chunk)
             batch.rows.append(self._row(chunk))
             batch.zero_blocks += filling.unzeroed
             filling.unzeroed = []
             if self._with_digests:
                 batch.digests += self._digest_requests(chunk)
+            filling.launched += chunk.count
+        if not chunks:
+            return None
+        self.flights.append(chunks)
         return batch
 
     def _chunk(self, filling: Filling, count: int) -> Chunk:
         size = self.config.block_size
-        ends = count == filling.remaining  # the partial last block is sealed when the prompt ends
-        after = num_blocks_for(filling.done + count, size) if ends else (filling.done + count) // size
-        return Chunk(filling, count, range(filling.done // size, after))
+        first = filling.launched
+        ends = count == filling.not_launched  # the partial last block is sealed when the prompt ends
+        after = num_blocks_for(first + count, size) if ends else (first + count) // size
+        return Chunk(filling, count, range(first // size, after))
 
     def _row(self, chunk: Chunk) -> Row:
         filling, start = chunk.filling, chunk.filling.job.start
-        first, end = filling.done, filling.done + chunk.count
+        first, end = filling.launched, filling.launched + chunk.count
         row = Row(filling.slot, start.token_ids[first:end], first, filling.table.blocks)
         if filling.job.wants_prompt_logprobs:
             row.prompt_logprobs = start.params.prompt_logprobs
             row.targets = start.token_ids[first + 1 : end + 1]
-        if chunk.count == filling.remaining:
+        if chunk.count == filling.not_launched:
             split = filling.job.num_tokens - start.emitted
             row.sample = SampleInput(
                 start.params, start.emitted, start.token_ids[:split], start.token_ids[split:], self._eos
@@ -198,7 +224,7 @@ class PrefillScheduler:
 
         Prompts that were dropped while the step ran are in the result too: their blocks may go back now.
         """
-        chunks, self.in_flight = self.in_flight, []
+        chunks = self.flights.popleft()
         digests = iter(output.digests)
         result = []
         for chunk, token, logprobs in zip(chunks, output.tokens, output.prompt_logprobs, strict=True):
@@ -212,11 +238,12 @@ class PrefillScheduler:
         return result
 
     def abandon(self) -> list[Filling]:
-        """The step has failed: what its prompts' blocks hold is unknown. They leave, without a name in the cache."""
-        chunks, self.in_flight = self.in_flight, []
-        for chunk in chunks:
-            self.drop(chunk.filling)
-        return [chunk.filling for chunk in chunks]
+        """A step has failed: what its prompts' blocks hold is unknown. They leave, without a name in the cache."""
+        fillings = list(dict.fromkeys(chunk.filling for chunks in self.flights for chunk in chunks))
+        self.flights.clear()
+        for filling in fillings:
+            self.drop(filling)
+        return fillings
 
     def _seal(self, filling: Filling, position: int, digest: int) -> BlockHandle:
         block = filling.table.blocks[position]
@@ -242,7 +269,7 @@ class PrefillScheduler:
             self._free_slots.append(filling.slot)
 
     def is_in_flight(self, ticket: int) -> bool:
-        return any(chunk.filling.ticket == ticket for chunk in self.in_flight)
+        return any(chunk.filling.ticket == ticket for chunks in self.flights for chunk in chunks)
 
     @property
     def waiting_tokens(self) -> int:

@@ -263,10 +263,11 @@ class AheadRunner(FakeRunner):
         return output
 
 
+@pytest.mark.parametrize("budget", [2048, 24])
 @pytest.mark.parametrize("blocks", [64, 14, 9])
-def test_steps_that_start_before_the_last_is_read_change_no_token(blocks: int) -> None:
+def test_steps_that_start_before_the_last_is_read_change_no_token(blocks: int, budget: int) -> None:
     runner = AheadRunner(SIZE, blocks, eos_token_ids=(3, 7, 11, 400, 800))
-    unsplit = LocalEngine(runner, EngineConfig(block_size=SIZE, num_blocks=blocks, max_num_seqs=4), headroom=0)
+    unsplit = LocalEngine(runner, EngineConfig(SIZE, blocks, 4, budget), headroom=0)
     rng = random.Random(blocks)
     prompts = [[rng.randrange(1000) for _ in range(rng.choice((1, 15, 16, 33, 50)))] for _ in range(12)]
     counts = [rng.choice((1, 2, 17, 40, 60)) for _ in prompts]
