@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.backend import launches
 from engine.backend.launches import Ending, Launch
+from engine.backend.nvcc import Kernel
 from engine.batch import SampleInput
 from engine.sampler import sample
 from engine.types import SamplingParams
@@ -48,6 +49,7 @@ class EmulatedGpu:
     def __init__(self) -> None:
         self.stream = Done()
         self.launched: list[str] = []
+        self.kernels: set[Kernel] = set()
         self._lengths: Tensor | None = None
 
     def on_stream(self) -> Any:
@@ -77,6 +79,7 @@ class EmulatedGpu:
 
     def launch(self, launch: Launch, *arguments: Any, overlap: bool = True) -> None:
         self.launched.append(launch.function)
+        self.kernels.add(launch.kernel)
         settings = dict(launch.kernel.settings)
         getattr(self, f"_{launch.function}")(settings, *arguments)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from emulated_gpu import EmulatedGpu
 
+from engine.backend.compile import step_kernels
 from engine.backend.cpu import CPUBackend
 from engine.batch import Batch, Row, SampleInput
 from engine.config import EngineConfig, ModelConfig
@@ -132,3 +133,13 @@ def test_a_row_that_goes_on_is_not_sent_again_and_one_without_a_block_waits_for_
         token = found.token_id
     assert sent[0] > 5 and sent[1:15] == [0] * 14  # it joins, and goes on by itself
     assert sent[15] > 0 and sent[16] == 0  # position 16 came with the second block
+
+
+def test_every_kernel_that_it_launches_is_among_those_compiled_ahead() -> None:
+    config = EngineConfig(block_size=16, num_blocks=80, max_num_seqs=70, max_num_batched_tokens=40, max_model_len=64)
+    runner = emulated(config, warm=True)
+    penalized = SamplingParams(seed=1, max_tokens=3, repetition_penalty=1.2)
+    run(runner, config, [[5, 6, 7], list(range(40))], [penalized, penalized])
+    ahead = set(step_kernels(MODEL, "float32", 16, "sm_90a"))
+    gpu: Any = runner.gpu
+    assert len(gpu.kernels) > 12 and gpu.kernels <= ahead

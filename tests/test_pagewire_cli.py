@@ -51,6 +51,14 @@ def one_sentence(done: subprocess.CompletedProcess[str]) -> str:
 # ---- without a server ---------------------------------------------------------------------------------------------
 
 
+def test_kernels_are_compiled_ahead_or_a_sentence_says_what_is_missing(model_cache: Path, tmp_path: Path) -> None:
+    flags = ("--model", "random:tiny", "--model-cache-dir", str(model_cache), "--cache-dir", str(tmp_path / "kernels"))
+    assert "--arch must be sm_80 or sm_90a" in one_sentence(pagewire("compile", *flags, "--arch", "sm_70"))
+    lacking = one_sentence(pagewire("compile", *flags, "--arch", "sm_90a", PATH=str(tmp_path)))
+    assert "install CUDA's nvcc" in lacking and "`pagewire compile`" in lacking
+    assert "block size 17 is not supported" in one_sentence(pagewire("compile", *flags, "--block-size", "17"))
+
+
 def test_help_takes_less_than_half_a_second_of_processor_time() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     shown = pagewire("--help").stdout

@@ -204,6 +204,22 @@ def health(
     _run(run_health(address, _security(token_file, tls_cert, tls_key, tls_ca), service, timeout))
 
 
+@app.command("compile")
+def compile_kernels(
+    model: Annotated[str, typer.Option(help="As for `pagewire up`.")] = "smollm2",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block: 16, 32, 64 or 128.")] = 16,
+    arch: Annotated[list[str] | None, typer.Option(help="sm_80 or sm_90a (Hopper); both unless named.")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Where compiled kernels are kept.")] = None,
+    model_cache_dir: Annotated[Path | None, typer.Option(help="Where converted models are kept.")] = None,
+) -> None:
+    """Compile a model's CUDA kernels ahead of time. Needs nvcc and no GPU; copy the folder to where no nvcc is."""
+    from pagewire.cli.kernels import compile_for
+
+    for line in compile_for(model, dtype, block_size, arch or ["sm_80", "sm_90a"], cache_dir, model_cache_dir):
+        typer.echo(line)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
