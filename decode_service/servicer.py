@@ -51,8 +51,9 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
             BlockPool(engine.config.num_blocks),
             vocab_size=engine.runner.vocab_size,
             eos_token_ids=engine.runner.eos_token_ids,
+            depth=engine.depth,
         )
-        self._driver = Driver(core, engine.runner.step, self._device)
+        self._driver = Driver(core, engine.runner.step, self._device, engine.ahead)
         self._pulls = PullClients(core, engine.runner.cache, self._driver.apply, self._connect)
         self._driver.carry = self._pulls.carry
         self._hello = engine.hello(node, [TransportOffer("grpc")])

@@ -132,6 +132,11 @@ class CudaRunner:
         digests = [self.cache.digest(ask.block, ask.position, ask.tokens) for ask in batch.digests]
         return StepOutput(tokens, launched.reports, digests, time.perf_counter() - launched.began)
 
+    def abandon(self) -> None:
+        """After a step that failed: waits for all that was launched, and forgets it."""
+        self.gpu.stream.synchronize()
+        self._state.clear()
+
     def _split(self, rows: Sequence[Row]) -> tuple[list[int], list[int]]:
         """Rows that the graph runs, and the others: chunks, and what comes with more wishes than a sampled token."""
         decodes: list[int] = []

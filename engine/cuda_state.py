@@ -117,6 +117,11 @@ class BatchState:
         place.position += 1
         return place
 
+    def clear(self) -> None:
+        """Every row leaves."""
+        for slot in list(self.places):
+            self._leave(slot)
+
     def _leave(self, slot: int) -> None:
         place = self.places.pop(slot)
         if place.live:

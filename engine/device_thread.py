@@ -7,6 +7,7 @@ what a step does. The loop never waits on the network: between two steps it runs
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -14,6 +15,7 @@ from typing import TypeVar
 from engine.batch import Batch, StepOutput
 
 T = TypeVar("T")
+L = TypeVar("L")  # a step that was launched
 
 
 class DeviceThread:
@@ -48,3 +50,24 @@ async def engine_loop(
             await wake.wait()
         else:
             on_step(await step(batch))
+
+
+async def ahead_loop(
+    next_batch: Callable[[], Batch | None],
+    submit: Callable[[Batch], Awaitable[L]],
+    collect: Callable[[L], Awaitable[StepOutput]],
+    on_step: Callable[[StepOutput], None],
+    wake: asyncio.Event,
+    depth: int,
+) -> None:
+    """engine_loop for a runner that takes `depth` steps before the first is read: they are reported in order."""
+    launched: deque[L] = deque()
+    while True:
+        wake.clear()
+        batch = next_batch() if len(launched) < depth else None
+        if batch is not None:
+            launched.append(await submit(batch))
+        elif launched:
+            on_step(await collect(launched.popleft()))
+        else:
+            await wake.wait()

@@ -52,6 +52,9 @@ class KVCache:
         size = self.layout.block_bytes
         return self._bytes[block * size : (block + 1) * size]
 
+    def write(self, block: int, offset: int, data: bytes) -> None:
+        self.block_bytes(block)[offset : offset + len(data)] = data
+
     def digest(self, block: int, position: int, tokens: Sequence[int]) -> int:
         """64 bits over the block's bytes, bound to its logical index and the tokens it holds."""
         return kv_digest(self.block_bytes(block), position, tokens)

@@ -10,10 +10,10 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from engine.batch import Batch, StepOutput
-from engine.device_thread import DeviceThread, engine_loop
+from engine.device_thread import DeviceThread, ahead_loop, engine_loop
 from engine.messages import RouterHello, WorkerLoad
 from kvtransfer.actions import Action, ToRouter
 from wire.logs import get_logger
@@ -21,6 +21,7 @@ from wire.session import Outbound
 
 log = get_logger("driver")
 
+T = TypeVar("T")
 TICK_S = 0.25
 STUCK_S = 30.0  # a step that takes longer is taken for one that does not end
 
@@ -44,18 +45,39 @@ class Core(Protocol):
     def audit(self) -> None: ...
 
 
+class AheadRunner(Protocol):
+    """A runner that takes `depth` steps before the first is read. All of it runs on the device thread."""
+
+    depth: int
+
+    def submit(self, batch: Batch) -> Any: ...
+    def collect(self, launched: Any) -> StepOutput: ...
+    def abandon(self) -> None:
+        """A step failed: waits for all that was launched, and forgets it."""
+
+
 class StepFailed(Exception):
     """The runner raised. str() is the error id under which the traceback was logged."""
 
 
 class Driver:
-    """`carry` carries out every action that is not for a router; whoever makes the pull service sets it."""
+    """`carry` carries out every action that is not for a router; whoever makes the pull service sets it.
 
-    def __init__(self, core: Core, step: Callable[[Batch], StepOutput], device: DeviceThread) -> None:
+    With `ahead`, which is then the runner of `step`, as many steps are in flight as it takes.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        step: Callable[[Batch], StepOutput],
+        device: DeviceThread,
+        ahead: AheadRunner | None = None,
+    ) -> None:
         self.core = core
         self.carry: Callable[[Any], None] = _nowhere
         self._step_on_device = step
         self._device = device
+        self._ahead = ahead
         self._outbounds: dict[int, Outbound[Any]] = {}
         self._last_session = 0
         self._wake = asyncio.Event()
@@ -108,21 +130,39 @@ class Driver:
     async def _engine(self) -> None:
         while True:
             try:
-                await engine_loop(self._next_batch, self._step, self._on_step, self._wake)
+                await self._loop()
             except StepFailed as failed:
+                if self._ahead is not None:
+                    await self._device.run(self._ahead.abandon)
                 self.apply(self.core.step_failed({"error_id": str(failed)}, time.monotonic()))
+
+    async def _loop(self) -> None:
+        if (ahead := self._ahead) is None:
+            await engine_loop(self._next_batch, self._step, self._on_step, self._wake)
+            return
+
+        async def submit(batch: Batch) -> Any:
+            return await self._on_device(ahead.submit, batch)
+
+        async def collect(launched: Any) -> StepOutput:
+            return await self._on_device(ahead.collect, launched)
+
+        await ahead_loop(self._next_batch, submit, collect, self._on_step, self._wake, ahead.depth)
 
     def _next_batch(self) -> Batch | None:
         return self.core.next_batch(time.monotonic())
 
     async def _step(self, batch: Batch) -> StepOutput:
+        return await self._on_device(self._step_on_device, batch)
+
+    async def _on_device(self, fn: Callable[[Any], T], argument: Any) -> T:
         self._step_began = time.monotonic()
         try:
-            return await self._device.run(self._step_on_device, batch)
+            return await self._device.run(fn, argument)
         except Exception as error:
             # The border of one step: whatever a request made the engine do wrong ends the batch, not the worker.
             error_id = secrets.token_hex(4)
-            log.exception("step_failed", error_id=error_id, rows=len(batch.rows))
+            log.exception("step_failed", error_id=error_id, rows=len(getattr(argument, "rows", ())))
             raise StepFailed(error_id) from error
         finally:
             self._step_began = None

@@ -21,22 +21,29 @@ from wire.options import WorkerOptions
 from wire.worker import CannotStart
 
 if TYPE_CHECKING:
+    from engine.cuda_runner import CudaRunner
     from engine.fake_runner import FakeRunner
     from engine.loader import ModelSource
     from engine.runner import ModelRunner
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+KV_MEMORY = 2**30  # bytes, on the CPU
 Say = Callable[[str], None]
 Assemble = Callable[[WorkerOptions, Say], "Engine"]
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    runner: ModelRunner | FakeRunner
+    runner: ModelRunner | FakeRunner | CudaRunner
     config: EngineConfig
     layout: KvLayout
     description: str  # what is served, in a few words
+    ahead: CudaRunner | None = None  # the runner, if it takes several steps before the first is read
+
+    @property
+    def depth(self) -> int:
+        return 1 if self.ahead is None else self.ahead.depth
 
     def hello(self, node: Node, transports: Sequence[TransportOffer]) -> WorkerHello:
         config = self.config
@@ -76,13 +83,55 @@ def _with_torch(options: WorkerOptions, source: ModelSource, model: ModelConfig,
     phases("loading torch", 0.0)
     import torch
 
+    torch.set_num_threads(options.threads)
+    if _wants_card(options, phases):
+        return _on_card(options, source, model, phases)
+    return _on_cpu(options, source, model, phases)
+
+
+def _wants_card(options: WorkerOptions, phases: _Phases) -> bool:
+    """--device auto takes a card if there is one; --row-tile asks for the CPU's deterministic mode."""
+    import torch
+
+    if options.device == "cpu":
+        return False
+    if torch.cuda.is_available():
+        return options.device == "cuda" or options.row_tile is None
+    if options.device == "cuda":
+        raise CannotStart("--device cuda: torch finds no CUDA GPU here; --device cpu and auto run on the CPU")
+    phases("no CUDA GPU: running on the CPU", 0.0)
+    return False
+
+
+def _on_card(options: WorkerOptions, source: ModelSource, model: ModelConfig, phases: _Phases) -> Engine:
+    from kvtransfer.startup_cuda import on_cuda
+
+    try:
+        runner, config, layout, where = on_cuda(options, source, model, _longest(options, model), phases)
+    except ModuleNotFoundError as error:  # PyCUDA comes with an extra
+        hint = "pip install 'pagewire[cuda]', or use --device cpu"
+        raise CannotStart(f"this machine's GPU needs the Python package {error.name}: {hint}") from error
+    return Engine(runner, config, layout, f"{where}, {_room(config)}", runner)
+
+
+def _room(config: EngineConfig) -> str:
+    tokens = config.num_blocks * config.block_size
+    at_once = tokens / config.max_model_len
+    return (
+        f"KV: {config.num_blocks} blocks x {config.block_size} = {tokens} tokens, "
+        f"{at_once:.1f} requests of {config.max_model_len} tokens at once"
+    )
+
+
+def _on_cpu(options: WorkerOptions, source: ModelSource, model: ModelConfig, phases: _Phases) -> Engine:
+    import torch
+
     from engine.backend.cpu import CPUBackend
     from engine.kv_cache import TORCH_DTYPES, KVCache, kv_layout
     from engine.loader import load_tensors
     from engine.models.llama import Llama
     from engine.runner import ModelRunner
 
-    torch.set_num_threads(options.threads)
     dtype = "float32" if options.dtype == "auto" else options.dtype
     # Threads are not part of it: a row tile makes the bits independent of them, and without one they are not compared.
     capability = torch.backends.cpu.get_cpu_capability()
@@ -94,43 +143,44 @@ def _with_torch(options: WorkerOptions, source: ModelSource, model: ModelConfig,
     runner = ModelRunner(weights, config, KVCache(layout, config.num_blocks), CPUBackend())
     phases("warming up", 0.0)
     _warm_up(runner)
-    tokens = config.num_blocks * config.block_size
-    described = (
-        f"{source.name}, {dtype}, KV for {tokens} tokens in {config.num_blocks} blocks, {options.threads} threads"
-    )
-    return Engine(runner, config, layout, described)
+    return Engine(runner, config, layout, f"{source.name}, {dtype}, {options.threads} threads, {_room(config)}")
 
 
 def engine_config(options: WorkerOptions, model: ModelConfig, layout: KvLayout) -> EngineConfig:
     """Measured facts: how many blocks the memory holds, and how long a request may be. Raises CannotStart."""
-    blocks = options.kv_memory // layout.block_bytes
+    memory = KV_MEMORY if options.kv_memory is None else options.kv_memory
+    blocks = memory // layout.block_bytes
     total = psutil.virtual_memory().total
-    if options.kv_memory > total:
-        raise CannotStart(f"--kv-memory is {options.kv_memory} bytes and this machine has {total}")
+    if memory > total:
+        raise CannotStart(f"--kv-memory is {memory} bytes and this machine has {total}")
     weights = model.num_parameters * BYTES[layout.dtype]
-    if weights + options.kv_memory > total:
+    if weights + memory > total:
         raise CannotStart(
-            f"the weights take {weights} bytes in {layout.dtype} and --kv-memory {options.kv_memory}, "
+            f"the weights take {weights} bytes in {layout.dtype} and --kv-memory {memory}, "
             f"and this machine has {total}: a smaller model, or another --dtype, may fit"
         )
     if blocks < 2:
         raise CannotStart(
-            f"--kv-memory of {options.kv_memory} bytes holds {blocks} KV blocks of {layout.block_bytes} bytes; "
+            f"--kv-memory of {memory} bytes holds {blocks} KV blocks of {layout.block_bytes} bytes; "
             f"at least {2 * layout.block_bytes} are needed"
         )
-    longest = model.max_position_embeddings
-    if options.max_model_len is not None and options.max_model_len > longest:
-        raise CannotStart(f"--max-model-len is {options.max_model_len} and the model takes at most {longest}")
     return EngineConfig(
         block_size=options.block_size,
         num_blocks=blocks,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        max_model_len=options.max_model_len or longest,
+        max_model_len=_longest(options, model),
         dtype=layout.dtype,
         row_tile=options.row_tile,
         threads=options.threads,
     )
+
+
+def _longest(options: WorkerOptions, model: ModelConfig) -> int:
+    longest = model.max_position_embeddings
+    if options.max_model_len is not None and options.max_model_len > longest:
+        raise CannotStart(f"--max-model-len is {options.max_model_len} and the model takes at most {longest}")
+    return options.max_model_len or longest
 
 
 def _warm_up(runner: ModelRunner) -> None:

@@ -53,9 +53,10 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
             BlockPool(engine.config.num_blocks),
             vocab_size=engine.runner.vocab_size,
             eos_token_ids=engine.runner.eos_token_ids,
+            depth=engine.depth,
             rng=random.Random(secrets.randbits(64)),
         )
-        self._driver = Driver(core, engine.runner.step, self._device)
+        self._driver = Driver(core, engine.runner.step, self._device, engine.ahead)
         self._transfer = KvTransferService(core, engine.runner.cache, self._driver.apply)
         self._driver.carry = self._transfer.carry
         self._hello = engine.hello(node, [TransportOffer("grpc")])

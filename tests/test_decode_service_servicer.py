@@ -10,11 +10,19 @@ from typing import Any
 
 import grpc.aio
 import pytest
+import torch
+from emulated_gpu import EmulatedGpu
 
 from decode_service.config import ROLE as DECODE
 from decode_service.servicer import DecodeServicer
-from engine.config import EngineConfig
+from engine.backend.cpu import CPUBackend
+from engine.config import EngineConfig, ModelConfig
+from engine.cuda_cache import CudaKVCache
+from engine.cuda_runner import CudaRunner
 from engine.fake_runner import FakeRunner, fake_tokens
+from engine.kv_cache import KVCache, kv_layout
+from engine.loader.random_shapes import SHAPES
+from engine.loader.random_weights import random_tensors
 from engine.messages import (
     Cancel,
     DecodeStart,
@@ -29,8 +37,11 @@ from engine.messages import (
     Ticket,
     WorkerHello,
 )
+from engine.models.llama import Llama
+from engine.runner import ModelRunner
 from engine.types import FinishReason, SamplingParams
-from kvtransfer.startup import Engine, Say
+from kvtransfer.startup import Assemble, Engine, Say
+from pagewire.local_engine import LocalEngine
 from prefill_service.config import ROLE as PREFILL
 from prefill_service.servicer import PrefillServicer
 from protos import worker_pb2_grpc
@@ -122,10 +133,10 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def cluster() -> AsyncIterator[Cluster]:
+async def cluster(make: Assemble = fake_engine) -> AsyncIterator[Cluster]:
     it = Cluster()
-    it.prefill = PrefillServicer(parse(PREFILL, ["--model", "fake"], {}), fake_engine)
-    it.decode = DecodeServicer(parse(DECODE, ["--model", "fake"], {}), fake_engine)
+    it.prefill = PrefillServicer(parse(PREFILL, ["--model", "fake"], {}), make)
+    it.decode = DecodeServicer(parse(DECODE, ["--model", "fake"], {}), make)
     servers, channels, tasks = [], [], []
     stages: tuple[PrefillServicer | DecodeServicer, ...] = (it.prefill, it.decode)
     for stage in stages:
@@ -221,3 +232,65 @@ async def test_a_prefill_worker_that_goes_away_fails_the_pull_and_the_request_ca
         await until(lambda: bool(it.d.of(Failed, 1)))
         assert it.d.of(Failed, 1)[0].reason is Reason.STALE_TICKET and it.d.of(Failed, 1)[0].resumable
         it.p.outbound.put(Cancel(RequestKey(1, 1)))
+
+
+# ---- workers on a card ----------------------------------------------------------------------------------------------
+
+
+def tiny_weights() -> Llama:
+    config = ModelConfig.from_dict(SHAPES["tiny"])
+    return Llama(config, random_tensors(config, 0, torch.float32, lambda *_: None))
+
+
+def emulated_engine(options: WorkerOptions, say: Say) -> Engine:
+    gpu: Any = EmulatedGpu()
+    weights, config = tiny_weights(), EngineConfig(block_size=16, num_blocks=BLOCKS, max_num_seqs=4, max_model_len=256)
+    cache = CudaKVCache(kv_layout(weights.config, b"m", "float32", 16, ""), BLOCKS, gpu)
+    runner = CudaRunner(weights, config, cache, gpu, graphs=options.role is DECODE)
+    return Engine(runner, config, cache.layout, "emulated", runner)
+
+
+def greedy_tokens(prompt: list[int], count: int) -> list[int]:
+    weights, config = tiny_weights(), EngineConfig(block_size=16, num_blocks=BLOCKS, max_model_len=256)
+    cache = KVCache(kv_layout(weights.config, b"m", "float32", 16, ""), BLOCKS)
+    engine = LocalEngine(ModelRunner(weights, config, cache, CPUBackend()), config)
+    engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=count))
+    found: list[int] = []
+    while engine.has_work:
+        found += [token.token_id for _, token, _ in engine.step()]
+    return found
+
+
+async def test_blocks_travel_between_cards_and_steps_run_ahead_of_their_reports() -> None:
+    prompts = {1: list(range(5, 45)), 2: list(range(100, 117))}
+    async with cluster(emulated_engine) as it:
+        for request, prompt in prompts.items():
+            await it.place(request, prompt, it.start(request, prompt, 20))
+        await until(lambda: all(it.finish(request) is not None for request in prompts), 20.0)
+        for request, prompt in prompts.items():
+            expected = greedy_tokens(prompt, 20)
+            assert it.tokens(request) == expected
+        await until(lambda: it.idle)
+        it.audit()
+
+
+async def test_a_step_that_fails_on_a_card_ends_its_requests_and_no_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = CudaRunner.collect
+    broken = [True]
+
+    def fails_once(self: CudaRunner, launched: Any) -> Any:
+        if launched.graph is not None and broken and launched.step == 1:
+            broken.clear()
+            raise RuntimeError("an illegal thing happened")
+        return collect(self, launched)
+
+    monkeypatch.setattr(CudaRunner, "collect", fails_once)
+    async with cluster(emulated_engine) as it:
+        prompt = list(range(5, 25))
+        await it.place(1, prompt, it.start(1, prompt, 20))
+        await until(lambda: bool(it.d.of(Failed, 1)), 20.0)
+        await it.place(2, prompt, it.start(2, prompt, 20))
+        await until(lambda: it.finish(2) is not None, 20.0)
+        assert it.tokens(2) == greedy_tokens(prompt, 20)
+        await until(lambda: it.idle)
+        it.audit()

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from engine.batch import Batch, Row, StepOutput
-from engine.device_thread import DeviceThread, engine_loop
+from engine.device_thread import DeviceThread, ahead_loop, engine_loop
 
 
 async def test_functions_run_one_at_a_time_in_order_on_one_other_thread() -> None:
@@ -115,3 +115,33 @@ async def test_a_failed_step_ends_the_loop_with_its_exception() -> None:
 
     with pytest.raises(RuntimeError, match="the device is gone"):
         await engine_loop(lambda: Batch(), step, lambda output: None, asyncio.Event())
+
+
+async def test_a_runner_that_takes_two_steps_has_the_next_before_the_last_is_read_and_in_order() -> None:
+    batches = [Batch([Row(number, [1], 0, [0])]) for number in range(5)]
+    waiting, launched, events = list(batches), 0, list[str]()
+    done = asyncio.Event()
+
+    async def submit(batch: Batch) -> Batch:
+        nonlocal launched
+        launched += 1
+        events.append(f"submit {batch.rows[0].slot} of {launched}")
+        return batch
+
+    async def collect(batch: Batch) -> StepOutput:
+        nonlocal launched
+        launched -= 1
+        events.append(f"collect {batch.rows[0].slot}")
+        return _output(batch)
+
+    def on_step(output: StepOutput) -> None:
+        if not waiting and not launched:
+            done.set()
+
+    loop = asyncio.create_task(
+        ahead_loop(lambda: waiting.pop(0) if waiting else None, submit, collect, on_step, asyncio.Event(), 2)
+    )
+    await asyncio.wait_for(done.wait(), 1)
+    loop.cancel()
+    assert events[:4] == ["submit 0 of 1", "submit 1 of 2", "collect 0", "submit 2 of 2"]
+    assert [event for event in events if "collect" in event] == [f"collect {number}" for number in range(5)]

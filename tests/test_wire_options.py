@@ -15,7 +15,7 @@ ROLE = Role("prefill", "pagewire.v1.PrefillService", 50061, 32, 512)
 def test_a_model_is_all_that_is_needed() -> None:
     options = parse(ROLE, ["--model", "smollm2"], {})
     assert (options.host, options.port) == ("127.0.0.1", 50061)
-    assert options.name == "prefill-50061" and options.kv_memory == 2**30 and options.threads >= 1
+    assert options.name == "prefill-50061" and options.kv_memory is None and options.threads >= 1
     assert options.address(50061) == "127.0.0.1:50061"
 
 

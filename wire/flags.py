@@ -131,6 +131,16 @@ def whole(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
     return read
 
 
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a part in (0, 1], got {text!r}")
+    return value
+
+
 def seconds(text: str) -> float:
     try:
         value = float(text)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wire.flags import BadOption, Parser, add_security_flags, parse_bytes, seconds, security_of, whole
+from wire.flags import BadOption, Parser, add_security_flags, parse_bytes, seconds, security_of, share, whole
 from wire.ports import at
 from wire.security import Security
 
@@ -42,7 +42,10 @@ class WorkerOptions:
     port: int
     advertise: str | None
     block_size: int
-    kv_memory: int  # bytes
+    kv_memory: int | None  # bytes; None: 1 GiB on the CPU, on a card what --gpu-memory-utilization allows
+    device: str
+    gpu_memory_utilization: float  # of all workers on this host together
+    workers_on_host: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int | None
@@ -77,6 +80,9 @@ def parse(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> Worker
         advertise=args.advertise,
         block_size=args.block_size,
         kv_memory=args.kv_memory,
+        device=args.device,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        workers_on_host=args.workers_on_host,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=args.max_model_len,
@@ -105,11 +111,23 @@ def _parser(role: Role) -> Parser:
     add("--advertise", metavar="HOST:PORT", help="where other workers reach this one (default: host and port)")
     add("--name", help="stable name in logs (default: role and port)")
     add("--block-size", type=int, choices=(16, 32, 64, 128), default=16, help="tokens per KV block (%(default)s)")
-    add("--kv-memory", type=parse_bytes, default=2**30, help="memory for KV blocks, such as 4GiB (default: 1GiB)")
+    add("--kv-memory", type=parse_bytes, help="for KV blocks, such as 4GiB (default: 1GiB; on a card what is left)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="cpu", help="auto: a CUDA card if there is one")
+    add(
+        "--gpu-memory-utilization",
+        type=share,
+        default=0.9,
+        help="part of the card's memory that the workers of this host may use together (%(default)s)",
+    )
     add("--max-num-seqs", type=whole(1), default=role.max_num_seqs, help="sequences at a time (%(default)s)")
     add("--max-num-batched-tokens", type=whole(1), default=role.max_num_batched_tokens, help="per step (%(default)s)")
     add("--max-model-len", type=whole(1), help="prompt and output of one request (default: the model's)")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="auto: float32 on the CPU")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="auto: float32 on the CPU, bfloat16 on a card",
+    )
     add("--row-tile", type=whole(1, 1024), help="deterministic mode: rows per linear, such as 16")
     add("--threads", type=whole(1), help="CPU threads (default: cores divided by --workers-on-host)")
     add("--workers-on-host", type=whole(1), default=1, help="workers that share this machine's cores (%(default)s)")

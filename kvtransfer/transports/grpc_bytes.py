@@ -12,6 +12,7 @@ from typing import Protocol
 
 import google_crc32c
 
+from engine.messages import KvLayout
 from protos import worker_pb2 as pb
 
 CHUNK_BYTES = 1 << 20
@@ -20,7 +21,10 @@ CHUNK_BYTES = 1 << 20
 class Cache(Protocol):
     """What a transport needs of a KVCache."""
 
+    @property
+    def layout(self) -> KvLayout: ...
     def block_bytes(self, block: int) -> memoryview: ...
+    def write(self, block: int, offset: int, data: bytes) -> None: ...
     def digest(self, block: int, position: int, tokens: Sequence[int]) -> int: ...
 
 
@@ -66,18 +70,18 @@ class Receiver:
         block = self._destinations.destination(self._pull, position)
         if block is None:
             raise CorruptBlock(position, f"position {position} was not asked for")
-        target = self._cache.block_bytes(block)
+        size = self._cache.layout.block_bytes
         expected = self._received.get(position, 0)
         end = offset + len(chunk)
-        if offset != expected or not chunk or end > len(target):
+        if offset != expected or not chunk or end > size:
             raise CorruptBlock(
-                position, f"bytes {offset} to {end} of position {position}: expected {expected} to {len(target)}"
+                position, f"bytes {offset} to {end} of position {position}: expected {expected} to {size}"
             )
         if google_crc32c.value(chunk) != message.crc32c:
             raise CorruptBlock(position, f"bytes {offset} to {end} of position {position} have a wrong checksum")
-        target[offset:end] = chunk
+        self._cache.write(block, offset, chunk)
         self.bytes += len(chunk)
-        if end < len(target):
+        if end < size:
             self._received[position] = end
             return None
         self._received.pop(position, None)
