@@ -15,9 +15,10 @@ from collections.abc import Callable
 from router.config import CannotServe, Settings
 from router.dispatch import Dispatcher
 from router.driver import Driver
+from router.front import Deadlines, Front
 from router.metrics import Counts
 from router.preparing import ServedModel, prepare
-from router.servicer import Deadlines, GenerationService
+from router.servicer import GenerationService
 from router.sessions import Sessions
 from router.text.chat import BadTemplate
 from router.text.model import TextModel
@@ -44,12 +45,9 @@ class Router:
         self._dispatcher = Dispatcher(settings.core, random.Random(secrets.randbits(128)), time.monotonic())
         self._sessions = Sessions(f"router-{settings.port}", settings.targets, settings.security)
         self._driver = Driver(self._dispatcher, self._sessions.send)
-        self.service = GenerationService(
-            self._model.get,
-            self._driver,
-            self._counts,
-            Deadlines(settings.default_deadline, settings.max_deadline),
-        )
+        deadlines = Deadlines(settings.default_deadline, settings.max_deadline)
+        self._front = Front(self._model.get, self._driver, self._counts, deadlines)
+        self.service = GenerationService(self._front)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set and what was running has ended, or had its grace. Raises CannotServe."""

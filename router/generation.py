@@ -31,6 +31,9 @@ _FINISH_REASONS = {
 }
 
 
+AT_ONCE = Chunking()
+
+
 class Generation:
     """Close it, always."""
 

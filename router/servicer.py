@@ -1,8 +1,9 @@
 """READ FIRST: a request's life in the router, from the client's call to its last word.
 
 1. `Generate` or `GenerateStream` arrives. validate.py checks every field; a bad one ends the call here, by name.
-2. The prompt becomes token ids in the text executor (text/model.py), off the event loop. Its deadline is the
-   client's, or this router's default, never more than its maximum.
+   (The HTTP door, openai/, makes the same plain request of its JSON, and goes the same way from here on.)
+2. front.py: the prompt becomes token ids in the text executor (text/model.py), off the event loop. Its deadline is
+   the client's, or this router's default, never more than its maximum.
 3. Each of the n choices is one request to the Dispatcher (dispatch.py, sans-IO), by way of the Driver (driver.py).
    The Dispatcher refuses it with numbers, or queues it, or places it: PrefillStart to the least loaded prefill
    worker, and once that has accepted, DecodeStart with its ticket to a decode worker. flow.py has the states.
@@ -23,68 +24,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 
 import grpc.aio
 
-from engine.types import InvalidField
 from protos import generation_pb2 as gpb
 from protos import generation_pb2_grpc
-from router.admission import Rejected, limit_of
 from router.answer import Piece
-from router.driver import Call, Driver
-from router.generation import Generation, joined
-from router.metrics import Counts
+from router.front import Front
+from router.generation import AT_ONCE, Generation, joined
 from router.status import RequestError
-from router.text.model import Prompt, TextModel
-from router.validate import (
-    ChatPrompt,
-    Chunking,
-    TextPrompt,
-    TokenPrompt,
-    check_chunking,
-    check_detokenize,
-    check_generate,
-    check_prompt,
-    check_tokenize,
-    invalid,
-)
+from router.validate import check_chunking, check_detokenize, check_generate, check_tokenize
 from router.workers import Role, Worker
 from wire.channel import write
 from wire.codec import logprob_to_pb, to_duration
 
-AT_ONCE = Chunking()
 MOST_WRITE_S = 60.0  # the dispatcher ends a request whose client lags much sooner; this ends the call itself
 
 
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Seconds. A client that sets no deadline gets the default; none gets more than the maximum."""
-
-    default: float = 600.0
-    maximum: float = 3600.0
-
-    def of(self, context: grpc.aio.ServicerContext) -> float:
-        remaining = context.time_remaining()
-        return self.default if remaining is None else max(0.0, min(remaining, self.maximum))
-
-
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
-    """`model` gives the served model, or raises RequestError while it is being prepared."""
-
-    def __init__(
-        self,
-        model: Callable[[], TextModel],
-        driver: Driver,
-        counts: Counts,
-        deadlines: Deadlines,
-    ) -> None:
-        self._model = model
-        self._driver = driver
-        self._counts = counts
-        self._deadlines = deadlines
+    def __init__(self, front: Front) -> None:
+        self._front = front
         self._started_at = time.monotonic()
 
     # ---- generating -----------------------------------------------------------------------------------------
@@ -128,34 +88,21 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             generation.close()
 
     async def _begin(self, request: gpb.GenerateRequest, context: grpc.aio.ServicerContext) -> Generation:
-        """Checks, tokenizes and submits every choice. Whoever gets the generation closes it."""
-        model = self._model()
-        checked = check_generate(request, model)
-        prompt = await _encode(checked.source, model)
-        check_prompt(prompt, checked.params)
-        generation = Generation(checked, prompt, model, Call(self._driver), self._counts)
-        submitted = False
-        try:
-            generation.submit(self._deadlines.of(context))
-            submitted = True
-        except Rejected as error:
-            raise RequestError.from_rejected(error) from error
-        finally:
-            if not submitted:
-                generation.close()
-        return generation
+        """Whoever gets the generation closes it."""
+        model = self._front.model()
+        return await self._front.begin(check_generate(request, model), model, context.time_remaining())
 
     # ---- text -----------------------------------------------------------------------------------------------
 
     async def Tokenize(self, request: gpb.TokenizeRequest, context: grpc.aio.ServicerContext) -> gpb.TokenizeResponse:
-        model = self._model()
-        prompt = await _encode(check_tokenize(request, model), model, request.add_special_tokens)
-        return gpb.TokenizeResponse(token_ids=prompt.token_ids, max_model_len=self._max_model_len(model))
+        model = self._front.model()
+        prompt = await self._front.encode(check_tokenize(request, model), model, request.add_special_tokens)
+        return gpb.TokenizeResponse(token_ids=prompt.token_ids, max_model_len=self._front.max_model_len(model))
 
     async def Detokenize(
         self, request: gpb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gpb.DetokenizeResponse:
-        model = self._model()
+        model = self._front.model()
         return gpb.DetokenizeResponse(text=await model.decode(check_detokenize(request, model)))
 
     # ---- about this server ----------------------------------------------------------------------------------
@@ -163,15 +110,15 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def ListModels(
         self, request: gpb.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> gpb.ListModelsResponse:
-        model = self._model()
-        length = self._max_model_len(model)
+        model = self._front.model()
+        length = self._front.max_model_len(model)
         cards = [gpb.Model(id=name, root=model.names[0], max_model_len=length) for name in model.names]
         return gpb.ListModelsResponse(models=cards)
 
     async def GetServerInfo(
         self, request: gpb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> gpb.GetServerInfoResponse:
-        workers = self._driver.dispatcher.workers
+        workers = self._front.workers
         return gpb.GetServerInfoResponse(
             version=metadata.version("pagewire"),
             uptime=to_duration(time.monotonic() - self._started_at),
@@ -179,28 +126,6 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             decode_workers=len(workers.eligible(Role.DECODE)),
             workers=map(_worker_status, workers.all()),
         )
-
-    def _max_model_len(self, model: TextModel) -> int:
-        """What the workers allow, or the model's own length as long as none is there."""
-        limit = limit_of(self._driver.dispatcher.workers)
-        return limit.tokens if limit is not None else model.max_model_len
-
-
-async def _encode(
-    source: TextPrompt | TokenPrompt | ChatPrompt, model: TextModel, add_special_tokens: bool = True
-) -> Prompt:
-    try:
-        match source:
-            case TokenPrompt():
-                return Prompt(source.token_ids)
-            case TextPrompt():
-                return await model.encode_text(source.text, add_special_tokens)
-            case ChatPrompt():
-                return await model.encode_chat(source.messages, source.arguments)
-    except InvalidField as error:
-        raise invalid(error) from error
-    except Rejected as error:
-        raise RequestError.from_rejected(error) from error
 
 
 async def _write(context: grpc.aio.ServicerContext, message: gpb.GenerateStreamResponse) -> None:

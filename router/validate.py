@@ -85,6 +85,22 @@ class Chunking:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """A request in plain values, as either door reads it from its own messages; nothing of it is checked yet.
+
+    `params` are the fields of SamplingParams that the client set.
+    """
+
+    model: str
+    source: PromptSource
+    params: Mapping[str, Any]
+    output: OutputOptions = OutputOptions()
+    request_id: str = ""
+    cache_salt: str = ""
+    resume: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CheckedRequest:
     """`request_id` is the client's, for its own logs; it is empty if the client gave none and is never a key."""
 
@@ -99,20 +115,35 @@ class CheckedRequest:
 def check_generate(pb: gpb.GenerateRequest, model: TextModel) -> CheckedRequest:
     """Raises RequestError: NOT_FOUND, UNIMPLEMENTED or INVALID_ARGUMENT, with the field."""
     try:
-        check_model(pb.model, model)
+        check_model(pb.model, model)  # first: what a model cannot do says nothing of another one
         check_implemented(pb)
-        checked = CheckedRequest(
-            request_id=_check_length("request_id", pb.request_id, MAX_ID_LENGTH),
-            source=_prompt_source(pb, model),
-            params=_params(pb, model),
+        asked = Asked(
+            model=pb.model,
+            source=_prompt_source(pb),
+            params=params_fields(pb.sampling, pb.stopping, pb.output),
             output=_output(pb.output),
-            namespace=_namespace(pb.cache_salt),
-            resume=_token_ids("resume", pb.resume.ids, model.vocab_size),
+            request_id=pb.request_id,
+            cache_salt=pb.cache_salt,
+            resume=pb.resume.ids,
         )
-        _check_resume(checked)
-        return checked
+        return check_asked(asked, model)
     except InvalidField as error:
         raise invalid(error) from error
+
+
+def check_asked(asked: Asked, model: TextModel) -> CheckedRequest:
+    """Every rule of a request, for every door. Raises InvalidField, or RequestError for another model's name."""
+    check_model(asked.model, model)
+    checked = CheckedRequest(
+        request_id=_check_length("request_id", asked.request_id, MAX_ID_LENGTH),
+        source=_check_source(asked.source, model),
+        params=_params(asked.params, model),
+        output=asked.output,
+        namespace=_namespace(asked.cache_salt),
+        resume=check_token_ids("resume", asked.resume, model.vocab_size),
+    )
+    _check_resume(checked)
+    return checked
 
 
 def check_tokenize(pb: gpb.TokenizeRequest, model: TextModel) -> TextPrompt | ChatPrompt:
@@ -133,7 +164,7 @@ def check_tokenize(pb: gpb.TokenizeRequest, model: TextModel) -> TextPrompt | Ch
 def check_detokenize(pb: gpb.DetokenizeRequest, model: TextModel) -> Sequence[int]:
     try:
         check_model(pb.model, model)
-        return _token_ids("token_ids", pb.token_ids, model.vocab_size)
+        return check_token_ids("token_ids", pb.token_ids, model.vocab_size)
     except InvalidField as error:
         raise invalid(error) from error
 
@@ -220,20 +251,26 @@ _PATHS = {
 }
 
 
-def _prompt_source(pb: gpb.GenerateRequest, model: TextModel) -> PromptSource:
+def _prompt_source(pb: gpb.GenerateRequest) -> PromptSource:
     match pb.WhichOneof("prompt"):
         case "text":
-            if not pb.text:
-                raise InvalidField("text", "the prompt is empty: text must have at least one character")
             return TextPrompt(pb.text)
         case "token_ids":
-            token_ids = _token_ids("token_ids", pb.token_ids.ids, model.vocab_size)
-            if not token_ids:
-                raise InvalidField("token_ids", "the prompt is empty: token_ids must have at least one id")
-            return TokenPrompt(token_ids)
+            return TokenPrompt(pb.token_ids.ids)
         case "chat":
             return _chat(pb.chat)
     raise InvalidField("prompt", "the request has no prompt: set text, token_ids or chat")
+
+
+def _check_source(source: PromptSource, model: TextModel) -> PromptSource:
+    match source:
+        case TextPrompt() if not source.text:
+            raise InvalidField("text", "the prompt is empty: text must have at least one character")
+        case TokenPrompt() if not source.token_ids:
+            raise InvalidField("token_ids", "the prompt is empty: token_ids must have at least one id")
+        case TokenPrompt():
+            return TokenPrompt(check_token_ids("token_ids", source.token_ids, model.vocab_size))
+    return source
 
 
 def _chat(pb: gpb.ChatPrompt) -> ChatPrompt:
@@ -242,14 +279,13 @@ def _chat(pb: gpb.ChatPrompt) -> ChatPrompt:
     return ChatPrompt(parse_messages(pb.messages_json), parse_template_arguments(pb.template_kwargs_json))
 
 
-def _params(pb: gpb.GenerateRequest, model: TextModel) -> SamplingParams:
-    asked = params_fields(pb.sampling, pb.stopping, pb.output)
+def _params(asked: Mapping[str, Any], model: TextModel) -> SamplingParams:
     fields: dict[str, Any] = {**model.defaults, **asked}
     if "max_tokens" not in asked and asked.get("min_tokens", 0) > fields.get("max_tokens", math.inf):
         del fields["max_tokens"]  # the model's default gives way to what the client asks for
     params = SamplingParams(**fields)
-    _token_ids("stop_token_ids", params.stop_token_ids, model.vocab_size)
-    _token_ids("logit_bias", tuple(params.logit_bias), model.vocab_size)
+    check_token_ids("stop_token_ids", params.stop_token_ids, model.vocab_size)
+    check_token_ids("logit_bias", tuple(params.logit_bias), model.vocab_size)
     return params
 
 
@@ -278,11 +314,12 @@ def _namespace(salt: str) -> bytes:
     return hashlib.sha256(b"pagewire cache salt" + salt.encode()).digest() if salt else b""
 
 
-def _token_ids(field: str, ids: Sequence[int], vocab_size: int) -> Sequence[int]:
+def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> Sequence[int]:
     if len(ids) > MAX_PROMPT_TOKENS:
         raise InvalidField(field, f"{field} must have at most {MAX_PROMPT_TOKENS} token ids, got {len(ids)}")
-    if ids and (largest := max(ids)) >= vocab_size:
-        raise InvalidField(field, f"{field} has the token id {largest}; the model's ids are 0 to {vocab_size - 1}")
+    wrong = [each for each in (min(ids), max(ids)) if not 0 <= each < vocab_size] if ids else []
+    if wrong:
+        raise InvalidField(field, f"{field} has the token id {wrong[0]}; the model's ids are 0 to {vocab_size - 1}")
     return tuple(ids)
 
 

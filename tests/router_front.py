@@ -37,13 +37,13 @@ from engine.messages import (
     WorkerHello,
 )
 from engine.types import FinishReason, SamplingParams, Token, TokenLogprob
-from router import border
+from router import border, front
 from router.actions import ToWorker
 from router.admission import RouterConfig
 from router.dispatch import Dispatcher
 from router.driver import Driver
 from router.metrics import Counts
-from router.servicer import Deadlines, GenerationService
+from router.servicer import GenerationService
 from router.text.model import TextModel
 from router.workers import Role
 from wire.channel import open_server
@@ -212,14 +212,14 @@ async def running_front(
     *,
     up: bool = True,
     config: RouterConfig | None = None,
-    deadlines: Deadlines | None = None,
+    deadlines: front.Deadlines | None = None,
     **workers: object,
 ) -> AsyncIterator[Front]:
     model = TextModel(("tiny", "tiny-alias"), directory)
     dispatcher = Dispatcher(config or RouterConfig(), random.Random(5), time.monotonic())
     fake = FakeWorkers(script, **workers)  # type: ignore[arg-type]
     driver = Driver(dispatcher, fake.send)
-    service = GenerationService(lambda: model, driver, Counts(), deadlines or Deadlines())
+    service = GenerationService(front.Front(lambda: model, driver, Counts(), deadlines or front.Deadlines()))
     server = open_server(Security(), internal=False)
     health = Health(server, [border.SERVICE])
     border.add_to_server(lambda: service, server)

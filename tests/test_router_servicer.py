@@ -21,7 +21,7 @@ from engine.types import SamplingParams
 from protos import generation_pb2 as gpb
 from protos import generation_pb2_grpc
 from router.admission import RouterConfig
-from router.servicer import Deadlines
+from router.front import Deadlines
 from router.workers import Role
 
 ENCODED = make_tokenizer()

@@ -27,8 +27,9 @@ from router import border, sessions
 from router.admission import RouterConfig
 from router.dispatch import Dispatcher
 from router.driver import Driver
+from router.front import Deadlines, Front
 from router.metrics import Counts
-from router.servicer import Deadlines, GenerationService
+from router.servicer import GenerationService
 from router.sessions import Sessions
 from router.text.model import TextModel
 from router.workers import Role
@@ -101,7 +102,7 @@ async def cluster(
     links = Sessions("test", targets, Security())
     driver = Driver(dispatcher, links.send)
     server = open_server(Security(), internal=False)
-    service = GenerationService(lambda: model, driver, Counts(), Deadlines())
+    service = GenerationService(Front(lambda: model, driver, Counts(), Deadlines()))
     border.add_to_server(lambda: service, server)
     port = bind(server, "127.0.0.1", 0, Security())
     await server.start()

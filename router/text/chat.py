@@ -137,10 +137,17 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 # ---- what clients send ------------------------------------------------------------------------------------------
 
 
+_MESSAGES = "chat.messages_json"
+_ARGUMENTS = "chat.template_kwargs_json"
+
+
 def parse_messages(text: str) -> list[Message]:
     """The messages of a chat, or InvalidField saying which one is wrong."""
-    field = "chat.messages_json"
-    messages = _parse_json(field, text)
+    return check_messages(_parse_json(_MESSAGES, text))
+
+
+def check_messages(messages: object) -> list[Message]:
+    field = _MESSAGES
     if not isinstance(messages, list) or not messages:
         raise InvalidField(field, f"{field} must be a JSON array with at least one message")
     if len(messages) > MAX_MESSAGES:
@@ -150,10 +157,11 @@ def parse_messages(text: str) -> list[Message]:
 
 def parse_template_arguments(text: str) -> dict[str, Any]:
     """Named scalars for the template; none may replace what the router itself passes."""
-    field = "chat.template_kwargs_json"
-    if not text:
-        return {}
-    arguments = _parse_json(field, text)
+    return check_template_arguments(_parse_json(_ARGUMENTS, text)) if text else {}
+
+
+def check_template_arguments(arguments: object) -> dict[str, Any]:
+    field = _ARGUMENTS
     if not isinstance(arguments, dict) or len(arguments) > MAX_TEMPLATE_ARGUMENTS:
         raise InvalidField(field, f"{field} must be a JSON object with at most {MAX_TEMPLATE_ARGUMENTS} names")
     for name, value in arguments.items():
@@ -173,7 +181,7 @@ def _parse_json(field: str, text: str) -> Any:
 
 
 def _check_message(where: str, message: object) -> Message:
-    field = "chat.messages_json"
+    field = _MESSAGES
     if not isinstance(message, dict):
         raise InvalidField(field, f"{where} must be an object with role and content")
     role = message.get("role")
@@ -192,4 +200,4 @@ def _check_message(where: str, message: object) -> Message:
 def _text_part(where: str, part: object) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(text := part.get("text"), str):
         return text
-    raise InvalidField("chat.messages_json", f"{where} has a content part that is not text")
+    raise InvalidField(_MESSAGES, f"{where} has a content part that is not text")

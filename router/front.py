@@ -1,0 +1,80 @@
+"""What every door does with a checked request: its prompt becomes tokens, and its choices are submitted.
+
+The gRPC service and the HTTP door call this and nothing beside it, so that one request gets one treatment whichever
+way it came. Knows no message of either; checks nothing that validate.py could.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.types import InvalidField
+from router.admission import Rejected, limit_of
+from router.driver import Call, Driver
+from router.generation import Generation
+from router.metrics import Counts
+from router.status import RequestError
+from router.text.model import Prompt, TextModel
+from router.validate import ChatPrompt, CheckedRequest, PromptSource, TextPrompt, TokenPrompt, check_prompt, invalid
+from router.workers import Workers
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds. A client that sets no deadline gets the default; none gets more than the maximum."""
+
+    default: float = 600.0
+    maximum: float = 3600.0
+
+    def of(self, remaining: float | None) -> float:
+        return self.default if remaining is None else max(0.0, min(remaining, self.maximum))
+
+
+class Front:
+    """`model` gives the served model, or raises RequestError while it is being prepared."""
+
+    def __init__(self, model: Callable[[], TextModel], driver: Driver, counts: Counts, deadlines: Deadlines) -> None:
+        self.model = model
+        self._driver = driver
+        self._counts = counts
+        self._deadlines = deadlines
+
+    @property
+    def workers(self) -> Workers:
+        return self._driver.dispatcher.workers
+
+    async def begin(self, checked: CheckedRequest, model: TextModel, remaining: float | None) -> Generation:
+        """Tokenizes and submits every choice. Whoever gets the generation closes it. `remaining` is in seconds."""
+        prompt = await self.encode(checked.source, model)
+        check_prompt(prompt, checked.params)
+        generation = Generation(checked, prompt, model, Call(self._driver), self._counts)
+        submitted = False
+        try:
+            generation.submit(self._deadlines.of(remaining))
+            submitted = True
+        except Rejected as error:
+            raise RequestError.from_rejected(error) from error
+        finally:
+            if not submitted:
+                generation.close()
+        return generation
+
+    async def encode(self, source: PromptSource, model: TextModel, add_special_tokens: bool = True) -> Prompt:
+        try:
+            match source:
+                case TokenPrompt():
+                    return Prompt(source.token_ids)
+                case TextPrompt():
+                    return await model.encode_text(source.text, add_special_tokens)
+                case ChatPrompt():
+                    return await model.encode_chat(source.messages, source.arguments)
+        except InvalidField as error:
+            raise invalid(error) from error
+        except Rejected as error:
+            raise RequestError.from_rejected(error) from error
+
+    def max_model_len(self, model: TextModel) -> int:
+        """What the workers allow, or the model's own length as long as none is there."""
+        limit = limit_of(self.workers)
+        return limit.tokens if limit is not None else model.max_model_len
