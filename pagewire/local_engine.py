@@ -134,7 +134,7 @@ class LocalEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._produced)
+        return bool(self._requests or self._produced or self._flights)
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 

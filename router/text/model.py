@@ -49,13 +49,14 @@ class Prompt:
 
 
 class TextModel:
-    """`names` are what clients may call it, the first one is its id."""
+    """`names` are what clients may call it, the first one is its id. `tokenizer` is the directory of another tokenizer,
+    whose chat template comes before the model's."""
 
-    def __init__(self, names: Sequence[str], directory: Path) -> None:
+    def __init__(self, names: Sequence[str], directory: Path, tokenizer: Path | None = None) -> None:
         self.names = tuple(names)
         self.directory = directory
-        self.tokenizer = Tokenizer.load(directory)
-        self.template = ChatTemplate.load(directory)
+        self.tokenizer = Tokenizer.load(tokenizer or directory)
+        self.template = (ChatTemplate.load(tokenizer) if tokenizer else None) or ChatTemplate.load(directory)
         config = _read_json(directory / "config.json")
         self.vocab_size: int = config.get("vocab_size") or self.tokenizer.vocab_size
         self.max_model_len: int = config.get("max_position_embeddings") or 0  # 0: only the workers know
