@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 import time
@@ -161,6 +162,25 @@ def test_several_chats_go_through_the_template(llm: LLM) -> None:
     )
     with pytest.raises(PagewireError, match="message 0 has the role 'me'"):
         llm.chat([{"role": "me", "content": "x"}])
+
+
+def test_another_tokenizer_brings_its_chat_template(llm: LLM, model_cache: Path, tmp_path: Path) -> None:
+    shutil.copy(llm._thread.text.directory / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!", "utf-8")
+    with LLM("random:tiny", tokenizer=tmp_path, **arguments(model_cache)) as other:
+        assert other.chat([{"role": "user", "content": "hello"}], GREEDY, use_tqdm=False)[0].prompt == "hello!"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_fails_says_so_to_everyone(model_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("the device is gone")
+
+    with LLM("random:tiny", **arguments(model_cache)) as llm:
+        monkeypatch.setattr(llm._thread.engine, "step", broken)
+        for _ in range(2):
+            with pytest.raises(PagewireError, match="the engine has failed: RuntimeError: the device is gone"):
+                llm.generate(["a", "b"], GREEDY, use_tqdm=False)
 
 
 @pytest.mark.parametrize(

@@ -288,3 +288,15 @@ def test_a_cancelled_request_leaves_no_block_behind_while_its_steps_run() -> Non
     unsplit.cancel(doomed)
     late = [token.token_id for token, _ in run(unsplit)[other]]
     assert early + late == fake_tokens([8, 9], 20)
+
+
+def test_a_cancelled_request_that_was_alone_leaves_work_until_its_steps_are_read() -> None:
+    runner = AheadRunner(SIZE, 32)
+    unsplit = LocalEngine(runner, EngineConfig(block_size=SIZE, num_blocks=32))
+    request = unsplit.add_request([5, 6, 7], greedy(60))
+    for _ in range(3):
+        unsplit.step()
+    unsplit.cancel(request)
+    assert runner.launched and unsplit.has_work
+    assert unsplit.step() == [] and not runner.launched and not unsplit.has_work
+    unsplit.audit()

@@ -24,8 +24,8 @@ def flags_of(command: str) -> set[str]:
     return {option for parameter in COMMANDS[command].params for option in parameter.opts} | {"--help"}
 
 
-def python_example() -> str:
-    return re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+def python_examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_every_make_target_that_it_names_is_there() -> None:
@@ -67,7 +67,13 @@ def test_every_folder_that_it_describes_is_there() -> None:
     assert folders and all((ROOT / folder).is_dir() for folder in folders)
 
 
-def test_the_python_example_runs(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    code = python_example().replace("127.0.0.1:50051", cluster.address)
-    exec(compile(code, "README.md", "exec"), {})
+@pytest.mark.parametrize("example", python_examples(), ids=["client", "llm", "async"])
+def test_every_python_example_runs(
+    example: str, cluster: Cluster, model_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a model that is small enough for a test."""
+    code = example.replace("127.0.0.1:50051", cluster.address)
+    tiny = f'"random:tiny", download_dir={str(model_cache)!r}, kv_cache_memory_bytes="4MiB"'
+    code = code.replace('model="smollm2"', f"model={tiny}")
+    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out
