@@ -92,6 +92,7 @@ class Decoder:
         self._tombstones = Tombstones()
         self._last_slot = 0
         self._pulled_blocks = 0
+        self._kv_paths: dict[str, None] = {}
         self._steps = 0
         self._step_seconds = 0.0
         self._drain_until = 0.0
@@ -155,6 +156,7 @@ class Decoder:
             return [ToRouter(session, refused)]
         job = self._job(session, start, now)
         transport = LOCAL if job.slot.lent else self._transport
+        job.path = transport
         job.pull, actions = self.inbox.open(start.ticket, start.key, (), transport, now)
         self._jobs[key] = self._by_slot[job.slot.id] = self._by_pull[job.pull] = job
         self.scheduler.add(job.slot)
@@ -204,6 +206,12 @@ class Decoder:
     def pull_stream_closed(self, pull: int, now: float) -> list[Action]:
         return self._absorb(self.inbox.stream_closed(pull, now), now) + self._settle(now)
 
+    def fall_back(self, pull: int, reason: str) -> None:
+        """The owner's memory is out of reach: this pull's bytes come on its stream."""
+        self.inbox.fall_back(pull)
+        if job := self._by_pull.get(pull):
+            job.path = f"grpc: {reason}"
+
     def adopted(self, pull: int, blocks: Sequence[int], now: float) -> list[Action]:
         """The local transport: these references are ours from here on."""
         return self._absorb(self.inbox.adopted(pull, blocks, now), now) + self._settle(now)
@@ -227,6 +235,7 @@ class Decoder:
                 case Landed():
                     if job := self._by_pull.get(action.pull):
                         job.landed.add(action.position)
+                        self._kv_paths[job.path] = None
                     self._pulled_blocks += 1
                 case Ready() | Adopted():
                     rest += self._ready(action, now)
@@ -510,6 +519,7 @@ class Decoder:
             step_seconds=self._step_seconds,
             draining=self.draining,
             pulled_blocks=self._pulled_blocks,
+            kv_path=", ".join(self._kv_paths),
         )
 
     def _load_for(self, session: int) -> ToRouter:

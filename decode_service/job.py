@@ -35,6 +35,7 @@ class Job:
     pull: int | None = None
     announced: list[int] = field(default_factory=list)  # sealed at the owner, and not bound yet
     landed: set[int] = field(default_factory=set)
+    path: str = ""  # how its blocks come, and why not by a better way
     first: FirstToken | None = None  # of adopted blocks that wait for their turn
     admitted: float | None = None
     running_since: float | None = None

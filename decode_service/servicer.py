@@ -16,10 +16,10 @@ import grpc.aio
 from decode_service.decoder import Decoder
 from engine.blocks import BlockPool
 from engine.device_thread import DeviceThread
-from engine.messages import Node, TransportOffer, WorkerHello
+from engine.messages import Node, WorkerHello
 from kvtransfer.driver import Driver
 from kvtransfer.service import PullClients
-from kvtransfer.startup import Assemble, Say, assemble
+from kvtransfer.startup import Assemble, Say, assemble, offers
 from protos import worker_pb2, worker_pb2_grpc
 from wire.channel import open_channel, write
 from wire.codec import decode_command_from_pb, decode_event_to_pb
@@ -44,6 +44,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
     async def load(self, address: str, say: Say) -> str:
         engine = await self._device.run(self._assemble, self._options, say)
         node = Node(self._options.name, secrets.randbits(64), address)
+        transports = offers(self._options, engine.ahead is None)
         core = Decoder(
             node,
             engine.layout,
@@ -51,13 +52,21 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
             BlockPool(engine.config.num_blocks),
             vocab_size=engine.runner.vocab_size,
             eos_token_ids=engine.runner.eos_token_ids,
+            transport=transports[0].kind,
             depth=engine.depth,
         )
         self._driver = Driver(core, engine.runner.step, self._device, engine.ahead)
-        self._pulls = PullClients(core, engine.runner.cache, self._driver.apply, self._connect)
+        self._pulls = PullClients(
+            core,
+            engine.runner.cache,
+            self._driver.apply,
+            self._connect,
+            only_memory=self._options.transport == "memfd",
+            digests=self._options.kv_digest,
+        )
         self._driver.carry = self._pulls.carry
-        self._hello = engine.hello(node, [TransportOffer("grpc")])
-        return engine.description
+        self._hello = engine.hello(node, transports)
+        return f"{engine.description}, KV by {' or '.join(offer.kind for offer in transports)}"
 
     def _connect(self, address: str) -> grpc.aio.Channel:
         return open_channel(address, self._options.security, internal=True)

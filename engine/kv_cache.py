@@ -15,6 +15,7 @@ import torch
 from engine.config import ModelConfig
 from engine.kv_digest import kv_digest
 from engine.messages import KvLayout
+from engine.shared_memory import SharedMemory
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,11 +38,14 @@ def kv_layout(config: ModelConfig, model_digest: bytes, dtype: str, block_size: 
 class KVCache:
     """Allocated once, zeroed; lives as long as the process, because other processes may hold handles to it."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int, device: str = "cpu") -> None:
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, device: str = "cpu", memory: SharedMemory | None = None
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        self.data = _zeros(shape, TORCH_DTYPES[layout.dtype], device)
+        self.data = _zeros(shape, TORCH_DTYPES[layout.dtype], device, memory)
+        self.memory = memory  # other processes may read the blocks in it
         # A byte view over the same memory; numpy has no bfloat16, so the view is made on raw bytes.
         self._bytes = self.data.view(-1).view(torch.uint8).numpy().data if device == "cpu" else None
 
@@ -65,9 +69,11 @@ class KVCache:
             self.data[torch.tensor(blocks, device=self.data.device)] = 0
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str, shared: SharedMemory | None) -> torch.Tensor:
     """On the CPU the system's zero pages: a block takes memory, and the time to clear it, when it is first written."""
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
+    if shared is not None:
+        return torch.frombuffer(shared.map, dtype=dtype).view(shape)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

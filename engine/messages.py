@@ -84,6 +84,7 @@ class WorkerLoad:
     step_seconds: float = 0.0  # moving average
     draining: bool = False
     pulled_blocks: int = 0  # copied in from other workers since this one started
+    kv_path: str = ""  # how they came, and why not by a better way; empty until the first
 
 
 @dataclass(frozen=True, slots=True)

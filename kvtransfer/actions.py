@@ -98,6 +98,17 @@ class ToOwner:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyBlock:
+    """One-sided transports: copy this block out of its owner's memory, then report `copied` or `copy_failed`.
+
+    As before a write, the driver asks for `destination(pull, position)` when the copy is about to begin.
+    """
+
+    pull: int
+    handle: BlockHandle
+
+
+@dataclass(frozen=True, slots=True)
 class CloseStream:
     """The puller ends the stream. The driver reports `pull_stream_closed` once no copy can still write."""
 
@@ -167,5 +178,5 @@ class Drained:
 
 Action = (
     ToRouter | ToPuller | SendBlock | ClosePull | FreeTicket | HandOver
-    | OpenPull | ToOwner | CloseStream | Announced | Landed | Ready | Adopted | PullFailed | Drained
+    | OpenPull | ToOwner | CopyBlock | CloseStream | Announced | Landed | Ready | Adopted | PullFailed | Drained
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """The puller's side of the hand-off, sans-IO: which positions are bound, landed and validated on each Pull.
 
 An event and a time go in, actions and notices come out. A position counts only after the copy: the digest of
-the bytes in place must equal the announced one. Destination blocks of a pull that is over stay out of use until
+the bytes in place must equal the announced one, and of bytes that were copied one-sidedly the owner has to say
+afterwards that the block was still the announced one. Destination blocks of a pull that is over stay out of use until
 no copy can write into them, however long that takes; then Drained names them, once. Timeouts only end a
 pull. Nothing that a peer says raises: an odd message is counted in `ignored` or fails its own pull.
 """
@@ -20,6 +21,7 @@ from engine.messages import (
     Failed,
     FirstToken,
     Heartbeat,
+    PullCopied,
     PullDone,
     PullEvent,
     PullOpen,
@@ -34,6 +36,7 @@ from kvtransfer.actions import (
     Adopted,
     Announced,
     CloseStream,
+    CopyBlock,
     Drained,
     Landed,
     OpenPull,
@@ -44,6 +47,7 @@ from kvtransfer.actions import (
 from kvtransfer.outbox import WINDOW_BYTES
 
 PROGRESS_SECONDS = 10.0
+ONE_SIDED = frozenset({"memfd"})  # the puller copies, and asks the owner afterwards
 
 
 class _Phase(enum.Enum):
@@ -63,6 +67,8 @@ class _Pull:
     phase: _Phase = _Phase.OPEN
     announced: dict[int, BlockHandle] = field(default_factory=dict)
     bound: dict[int, int] = field(default_factory=dict)  # position -> destination block
+    copied: set[int] = field(default_factory=set)  # one-sided: in place, the owner's word is missing
+    unasked: list[BlockHandle] = field(default_factory=list)  # of those, the ones it was not asked about
     landed: set[int] = field(default_factory=set)
     first: FirstToken | None = None
     arriving: bool = False  # bind() was called: its progress deadline runs
@@ -77,7 +83,11 @@ class _Pull:
     @property
     def copying(self) -> bool:
         """A copy may still write into a bound block."""
-        return len(self.landed) < len(self.bound)
+        return len(self.landed) + len(self.copied) < len(self.bound)
+
+    @property
+    def one_sided(self) -> bool:
+        return self.transport in ONE_SIDED
 
 
 class Inbox:
@@ -104,7 +114,7 @@ class Inbox:
     def destination(self, pull: int, position: int) -> int | None:
         """The block into which this position's bytes may be written now: asked before every write."""
         state = self._pulls.get(pull)
-        if state is None or state.phase is not _Phase.OPEN or position in state.landed:
+        if state is None or state.phase is not _Phase.OPEN or position in state.landed or position in state.copied:
             return None
         return state.bound.get(position)
 
@@ -145,8 +155,14 @@ class Inbox:
         state.bound.update(destinations)
         state.arriving = True
         state.progress_at = state.heard_at = now
-        wants = [ToOwner(pull, PullWant(tuple(sorted(destinations))))] if destinations else []
-        return [*wants, *self._ready(pull, state)]
+        return [*self._fetch(pull, state, sorted(destinations)), *self._ready(pull, state)]
+
+    def fall_back(self, pull: int) -> None:
+        """The driver cannot reach the owner's memory: this pull's bytes come on its stream, which is not open yet."""
+        state = self._live(pull, "fall_back")
+        if state is not None:
+            assert state.one_sided and not state.bound, f"pull {pull} falls back from {state.transport}"
+            state.transport = "grpc"
 
     def cancel(self, pull: int, now: float) -> list[Action]:
         """The decoder wants it no more; Drained follows, PullFailed does not."""
@@ -194,8 +210,7 @@ class Inbox:
             case Failed():
                 return self._fail(pull, state, event.reason)
             case BlocksValid():
-                self.ignored["BlocksValid"] += 1  # an answer to PullCopied, which byte transports never send
-        return []
+                return self._valid(pull, state, event)
 
     def copied(self, pull: int, position: int, digest: int, now: float) -> list[Action]:
         """All bytes of a position are in place; `digest` was computed from them afterwards."""
@@ -206,8 +221,12 @@ class Inbox:
         handle = state.announced.get(position)
         if handle is None or handle.digest != digest:
             return self._fail(pull, state, Reason.COPY_FAILED)
-        state.landed.add(position)
         state.progress_at = state.heard_at = now
+        if state.one_sided:
+            state.copied.add(position)
+            state.unasked.append(handle)
+            return self._ask(pull, state)
+        state.landed.add(position)
         return [Landed(pull, position), *self._ready(pull, state)]
 
     def copy_failed(self, pull: int, position: int, now: float) -> list[Action]:
@@ -253,7 +272,36 @@ class Inbox:
                 fresh.append(position)
         if state.transport == "local":
             return self._ready(pull, state)
-        return [Announced(pull, tuple(fresh))] if fresh else []
+        early = [position for position in fresh if position in state.bound] if state.one_sided else []
+        return [*self._fetch(pull, state, early), *([Announced(pull, tuple(fresh))] if fresh else [])]
+
+    def _fetch(self, pull: int, state: _Pull, positions: Sequence[int]) -> list[Action]:
+        """Asks for the bytes, or copies those that may be read: an owner seals a block before it announces it."""
+        if not positions:
+            return []
+        if not state.one_sided:
+            return [ToOwner(pull, PullWant(tuple(positions)))]
+        return [CopyBlock(pull, state.announced[position]) for position in positions if position in state.announced]
+
+    def _ask(self, pull: int, state: _Pull) -> list[Action]:
+        """One question for all blocks, once no more copies are under way."""
+        done = state.copied | state.landed
+        if any(position not in done for position in state.bound if position in state.announced):
+            return []
+        handles, state.unasked = tuple(state.unasked), []
+        return [ToOwner(pull, PullCopied(handles))]
+
+    def _valid(self, pull: int, state: _Pull, event: BlocksValid) -> list[Action]:
+        waiting = state.copied - {handle.position for handle in state.unasked}
+        if not waiting.isdisjoint(event.stale_positions):
+            return self._fail(pull, state, Reason.COPY_FAILED)
+        valid = [position for position in dict.fromkeys(event.positions) if position in waiting]
+        if not valid:
+            self.ignored["BlocksValid"] += 1  # nothing that was asked
+            return []
+        state.copied.difference_update(valid)
+        state.landed.update(valid)
+        return [*(Landed(pull, position) for position in valid), *self._ready(pull, state)]
 
     def _first(self, pull: int, state: _Pull, first: FirstToken) -> list[Action]:
         if first.key[:2] != state.key[:2]:

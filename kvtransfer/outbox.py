@@ -9,7 +9,7 @@ Nothing that a peer says raises; each odd message is counted in `ignored` or ref
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.messages import (
@@ -32,7 +32,7 @@ from engine.messages import (
 )
 from kvtransfer.actions import Action, ClosePull, FreeTicket, HandOver, SendBlock, ToPuller
 
-TRANSPORTS = ("grpc", "local")
+TRANSPORTS = ("grpc", "memfd")  # that a stream may name
 WINDOW_BYTES = 8 << 20  # in flight per Pull; a puller may ask for less
 _FINAL = (Reason.LAYOUT_MISMATCH, Reason.INVALID_FIELD, Reason.UNIMPLEMENTED)  # another try fails the same way
 
@@ -74,12 +74,19 @@ class Outbox:
     """`block_bytes` sizes the window; where it is not given, one block at a time is in flight on each Pull."""
 
     def __init__(
-        self, node: Node, layout_digest: bytes, ticket_ttl: float = 60.0, *, block_bytes: int = WINDOW_BYTES
+        self,
+        node: Node,
+        layout_digest: bytes,
+        ticket_ttl: float = 60.0,
+        *,
+        block_bytes: int = WINDOW_BYTES,
+        transports: Collection[str] = TRANSPORTS,
     ) -> None:
         self.node = node
         self.layout_digest = layout_digest
         self.ticket_ttl = ticket_ttl
         self.block_bytes = block_bytes
+        self.transports = frozenset(transports)
         self.ignored: Counter[str] = Counter()
         self.refused: Counter[Reason] = Counter()
         self._leases: dict[int, _Lease] = {}
@@ -192,7 +199,7 @@ class Outbox:
             case PullWant():
                 return self._want(lease, lease.pull, message.positions, now)
             case PullCopied():
-                return [ToPuller(pull, self._validate(lease, message.blocks))]
+                return self._copied(lease, lease.pull, message.blocks, now)
             case PullDone():
                 return self._done(lease, lease.pull, now)
             case Heartbeat():
@@ -229,7 +236,7 @@ class Outbox:
         if message.layout_digest != self.layout_digest:
             return self._refuse(pull, key, Reason.LAYOUT_MISMATCH)
         # A local puller shares the pool, and its driver numbers its pulls from -1 down: no stream may claim to be one.
-        if message.transport not in TRANSPORTS or (message.transport == "local" and pull >= 0):
+        if message.transport not in self.transports and not (message.transport == "local" and pull < 0):
             return self._refuse(pull, key, Reason.UNIMPLEMENTED, field="transport", transport=message.transport)
         if key.placement < lease.placement:
             return self._refuse(pull, key, Reason.SUPERSEDED, placement=str(lease.placement))
@@ -266,6 +273,11 @@ class Outbox:
             pull.in_flight.add(position)
             actions.append(SendBlock(pull.id, lease.sealed[position]))
         return actions
+
+    def _copied(self, lease: _Lease, pull: _Pull, blocks: Sequence[BlockHandle], now: float) -> list[Action]:
+        if len(blocks) > len(lease.blocks):
+            return self._fail(lease, pull, now, positions=str(len(blocks)), num_blocks=str(len(lease.blocks)))
+        return [ToPuller(pull.id, self._validate(lease, blocks))]
 
     def _validate(self, lease: _Lease, blocks: Sequence[BlockHandle]) -> BlocksValid:
         valid = {handle.position: lease.sealed.get(handle.position) == handle for handle in blocks}

@@ -11,15 +11,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
-from engine.messages import Heartbeat, PullDone, PullEvent, PullOpen, PullRequest
-from kvtransfer.actions import Action, ClosePull, CloseStream, OpenPull, SendBlock, ToOwner, ToPuller
+from engine.messages import BlockHandle, Heartbeat, PullDone, PullEvent, PullOpen, PullRequest
+from kvtransfer.actions import Action, ClosePull, CloseStream, CopyBlock, OpenPull, SendBlock, ToOwner, ToPuller
 from kvtransfer.transports.grpc_bytes import Cache, CorruptBlock, Destinations, Receiver, chunks
+from kvtransfer.transports.memfd import Copy, NoPool, Pool, Pools
 from protos import worker_pb2_grpc
 from wire.channel import write
 from wire.codec import (
@@ -39,6 +43,7 @@ from wire.tasks import cancel_all
 log = get_logger("kvtransfer")
 
 FLUSH_S = SILENCE_S  # how long a stream that we closed may take to send what was queued before
+SLICE_BYTES = 8 << 20  # of one trip to the copying thread: what a pull that is over waits for
 MAX_CHANNELS = 64  # to different owners; idle ones beyond are closed
 
 Apply = Callable[[list[Action]], None]
@@ -59,6 +64,7 @@ class Puller(Destinations, Protocol):
     def copied(self, pull: int, position: int, digest: int, now: float) -> list[Action]: ...
     def copy_failed(self, pull: int, position: int, now: float) -> list[Action]: ...
     def pull_stream_closed(self, pull: int, now: float) -> list[Action]: ...
+    def fall_back(self, pull: int, reason: str) -> None: ...
 
 
 class _Watch:
@@ -195,6 +201,9 @@ class _Stream:
         self.call: Any = None
         self.done = False  # PullDone is queued: it has to get out before the stream ends
         self.task: asyncio.Task[None] | None = None
+        self.pool: Pool | None = None  # the owner's memory, where this process may read it
+        self.copies: deque[BlockHandle] = deque()
+        self.copying: asyncio.Task[None] | None = None
 
     def close(self) -> None:
         self.outbound.close()
@@ -205,10 +214,20 @@ class _Stream:
 class PullClients:
     """All Pull streams of a decode worker. `apply` carries out the core's actions, those of this class by `carry`.
 
-    `connect` opens a channel to an address; one channel per owner is kept.
+    `connect` opens a channel to an address; one channel per owner is kept. Where a pull is to read the owner's memory
+    and cannot, it is told to fall back, or fails if `only_memory`. Blocks are copied on a thread of their own.
     """
 
-    def __init__(self, core: Puller, cache: Cache, apply: Apply, connect: Callable[[str], grpc.aio.Channel]) -> None:
+    def __init__(
+        self,
+        core: Puller,
+        cache: Cache,
+        apply: Apply,
+        connect: Callable[[str], grpc.aio.Channel],
+        *,
+        only_memory: bool = False,
+        digests: bool = True,
+    ) -> None:
         self._core = core
         self._cache = cache
         self._apply = apply
@@ -216,20 +235,31 @@ class PullClients:
         self._streams: dict[int, _Stream] = {}
         self._channels: dict[str, tuple[grpc.aio.Channel, set[int]]] = {}  # least recently opened first
         self._retired: set[asyncio.Task[None]] = set()
+        self._only_memory = only_memory
+        self._digests = digests
+        self._thread = ThreadPoolExecutor(1, "copies")
+        self.pools = Pools(cache.layout)
         self.bytes_received = 0
+        self.bytes_copied = 0
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    def carry(self, action: OpenPull | ToOwner | CloseStream) -> None:
+    def carry(self, action: OpenPull | ToOwner | CopyBlock | CloseStream) -> None:
         if isinstance(action, OpenPull):
-            stream = self._streams[action.pull] = _Stream(Receiver(action.pull, self._cache, self._core))
+            stream = self._streams[action.pull] = _Stream(
+                Receiver(action.pull, self._cache, self._core, digests=self._digests)
+            )
             stream.task = asyncio.create_task(self._run(action.pull, stream, action.address, action.message))
         elif (known := self._streams.get(action.pull)) is None:
             return  # the stream ended meanwhile, and the core knows or is about to
         elif isinstance(action, ToOwner):
             known.done = known.done or isinstance(action.message, PullDone)
             known.outbound.put(action.message)
+        elif isinstance(action, CopyBlock):
+            known.copies.append(action.handle)
+            if known.copying is None:
+                known.copying = asyncio.create_task(self._copy(action.pull, known))
         else:
             known.close()
 
@@ -244,8 +274,36 @@ class PullClients:
         for channel, _ in self._channels.values():
             await channel.close()
         self._channels.clear()
+        await self.pools.close()
+        self._thread.shutdown()
 
     async def _run(self, pull: int, stream: _Stream, address: str, message: PullOpen) -> None:
+        try:
+            if message.transport == "memfd":
+                message = await self._reach(pull, stream, address, message)
+            if not stream.outbound.closed:
+                await self._talk(pull, stream, address, message)
+        finally:
+            stream.outbound.close()
+            if stream.copying is not None:  # it ends by itself, and nothing may be said before
+                await asyncio.wait([stream.copying])
+            del self._streams[pull]
+            self._apply(self._core.pull_stream_closed(pull, time.monotonic()))
+
+    async def _reach(self, pull: int, stream: _Stream, address: str, message: PullOpen) -> PullOpen:
+        """The owner's memory, or the message that does without."""
+        try:
+            stream.pool = await self.pools.obtain(message.owner_incarnation)
+        except NoPool as refusal:
+            log.warning("pull_without_memory", pull=pull, owner=address, reason=str(refusal))
+            if self._only_memory:
+                stream.close()
+                return message
+            self._core.fall_back(pull, str(refusal))
+            return replace(message, transport="grpc")
+        return message
+
+    async def _talk(self, pull: int, stream: _Stream, address: str, message: PullOpen) -> None:
         outbound = stream.outbound
 
         async def requests() -> AsyncIterator[Any]:
@@ -257,15 +315,11 @@ class PullClients:
             channel, users = self._channel(address, pull)
         except OSError as error:  # its certificates cannot be read at the moment
             log.warning("pull_broken", pull=pull, owner=address, error=str(error))
-            del self._streams[pull]
-            self._apply(self._core.pull_stream_closed(pull, time.monotonic()))
             return
         call = stream.call = worker_pb2_grpc.KvTransferServiceStub(channel).Pull(requests())
         watch = _Watch(outbound, Heartbeat, call.cancel)
         watching = asyncio.create_task(watch.run())
         try:
-            if outbound.closed:
-                return  # closed before it began
             async for event in call:
                 watch.heard()
                 self._on_event(pull, stream, readable(event))
@@ -282,9 +336,43 @@ class PullClients:
             outbound.close()
             call.cancel()
             users.discard(pull)
-            del self._streams[pull]
-            self._apply(self._core.pull_stream_closed(pull, time.monotonic()))
             await cancel_all([watching])
+
+    async def _copy(self, pull: int, stream: _Stream) -> None:
+        """While one slice is copied the one before is reported. Ends when nothing is left to copy."""
+        loop = asyncio.get_running_loop()
+        running: tuple[list[Copy], asyncio.Future[list[int]]] | None = None
+        while running is not None or stream.copies:
+            copies, pool = self._slice(pull, stream), stream.pool
+            started = (
+                (copies, loop.run_in_executor(self._thread, pool.copy, self._cache, copies))
+                if copies and pool
+                else None
+            )
+            if running is not None:
+                done, digests = running[0], await running[1]
+                for copy, digest in zip(done, digests, strict=True):
+                    self._apply(self._core.copied(pull, copy.position, digest, time.monotonic()))
+                self.bytes_copied += len(done) * self._cache.layout.block_bytes
+            running = started
+        stream.copying = None
+
+    def _slice(self, pull: int, stream: _Stream) -> list[Copy]:
+        """The next blocks that may still be written; an id that the owner's memory has not fails the pull."""
+        most = max(1, SLICE_BYTES // self._cache.layout.block_bytes)
+        copies: list[Copy] = []
+        while stream.copies and len(copies) < most:
+            handle = stream.copies.popleft()
+            block = self._core.destination(pull, handle.position)
+            if block is None:
+                continue
+            if stream.pool is None or handle.id >= stream.pool.num_blocks:
+                log.warning("pull_block_out_of_range", pull=pull, block=handle.id)
+                self._apply(self._core.copy_failed(pull, handle.position, time.monotonic()))
+                continue
+            tokens = self._core.block_tokens(pull, handle.position) if self._digests else None
+            copies.append(Copy(handle.id, handle.position, block, tokens))
+        return copies
 
     def _on_event(self, pull: int, stream: _Stream, event: Any) -> None:
         now = time.monotonic()

@@ -16,6 +16,7 @@ import psutil
 from engine.batch import Batch, Row, SampleInput
 from engine.config import EngineConfig, ModelConfig, ModelError
 from engine.messages import KvLayout, Node, TransportOffer, WorkerHello
+from engine.shared_memory import SharedMemory
 from engine.types import SamplingParams
 from wire.options import WorkerOptions
 from wire.worker import CannotStart
@@ -39,6 +40,7 @@ class Engine:
     config: EngineConfig
     layout: KvLayout
     description: str  # what is served, in a few words
+    memory: SharedMemory | None = None  # its KV blocks, where decode workers of this host may read them
     ahead: CudaRunner | None = None  # the runner, if it takes several steps before the first is read
 
     @property
@@ -50,6 +52,14 @@ class Engine:
         return WorkerHello(
             node, self.layout, config.num_blocks, config.max_num_seqs, config.max_model_len, tuple(transports)
         )
+
+
+def offers(options: WorkerOptions, shared: bool) -> list[TransportOffer]:
+    """What a worker offers, the best first; `shared`: its blocks may be in shared memory. Raises CannotStart."""
+    if options.transport == "memfd" and not shared:
+        raise CannotStart("--transport memfd moves blocks of the CPU's memory, and this worker's are on a card")
+    kinds = {"auto": ("memfd", "grpc"), "memfd": ("memfd",), "grpc": ("grpc",)}[options.transport]
+    return [TransportOffer(kind) for kind in kinds if shared or kind != "memfd"]
 
 
 def assemble(options: WorkerOptions, say: Say) -> Engine:
@@ -111,7 +121,7 @@ def _on_card(options: WorkerOptions, source: ModelSource, model: ModelConfig, ph
     except ModuleNotFoundError as error:  # PyCUDA comes with an extra
         hint = "pip install 'pagewire[cuda]', or use --device cpu"
         raise CannotStart(f"this machine's GPU needs the Python package {error.name}: {hint}") from error
-    return Engine(runner, config, layout, f"{where}, {_room(config)}", runner)
+    return Engine(runner, config, layout, f"{where}, {_room(config)}", ahead=runner)
 
 
 def _room(config: EngineConfig) -> str:
@@ -136,14 +146,19 @@ def _on_cpu(options: WorkerOptions, source: ModelSource, model: ModelConfig, pha
     # Threads are not part of it: a row tile makes the bits independent of them, and without one they are not compared.
     capability = torch.backends.cpu.get_cpu_capability()
     numerics = f"torch {torch.__version__}, {capability}, row tile {options.row_tile or 'off'}"
+    if not options.kv_digest:  # both workers have to do without
+        numerics += ", kv digest off"
     layout = kv_layout(model, source.digest, dtype, options.block_size, numerics)
     config = engine_config(options, model, layout)
     weights = Llama(model, load_tensors(source, TORCH_DTYPES[dtype], phases))
     phases(f"reserving {config.num_blocks} KV blocks", 0.0)
-    runner = ModelRunner(weights, config, KVCache(layout, config.num_blocks), CPUBackend())
+    shared = options.role.name == "prefill" and options.transport != "grpc"
+    memory = SharedMemory(config.num_blocks * layout.block_bytes) if shared else None
+    runner = ModelRunner(weights, config, KVCache(layout, config.num_blocks, memory=memory), CPUBackend())
     phases("warming up", 0.0)
     _warm_up(runner)
-    return Engine(runner, config, layout, f"{source.name}, {dtype}, {options.threads} threads, {_room(config)}")
+    description = f"{source.name}, {dtype}, {options.threads} threads, {_room(config)}"
+    return Engine(runner, config, layout, description, memory)
 
 
 def engine_config(options: WorkerOptions, model: ModelConfig, layout: KvLayout) -> EngineConfig:

@@ -58,6 +58,8 @@ def _on_cuda(
     dtype = "bfloat16" if options.dtype == "auto" else options.dtype
     gpu = Gpu()
     numerics = f"torch {torch.__version__}, {gpu.name}"
+    if not options.kv_digest:  # both workers have to do without
+        numerics += ", kv digest off"
     layout = kv_layout(model, source.digest, dtype, options.block_size, numerics)
     config = EngineConfig(
         block_size=options.block_size,

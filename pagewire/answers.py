@@ -130,6 +130,7 @@ class WorkerStatus:
     waiting: int
     pulled_blocks: int
     transports: Sequence[str] = ()
+    kv_path: str = ""  # how blocks came from other workers; empty until the first
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ from engine.stopping import finish_of
 from engine.types import TokenLogprob
 from kvtransfer.actions import Action, FreeTicket, HandOver, ToRouter
 from kvtransfer.jobs import JobKey, Tombstones, invalid_start
-from kvtransfer.outbox import Outbox
+from kvtransfer.outbox import TRANSPORTS, Outbox
 from kvtransfer.ticket import layout_digest, mint
 from prefill_service.scheduler import Filling, PrefillJob, PrefillScheduler, Progress
 
@@ -92,6 +92,7 @@ class Prefiller:
         ticket_ttl: float = TICKET_TTL,
         promises: Promises | None = None,
         depth: int = 1,
+        transports: Collection[str] = TRANSPORTS,
     ) -> None:
         self.layout = layout
         self.config = config
@@ -103,7 +104,9 @@ class Prefiller:
         self.ignored: Counter[str] = Counter()
         self.sessions: dict[int, RouterHello] = {}
         self.scheduler = PrefillScheduler(pool, config, eos_token_ids, digests=digests, depth=depth)
-        self.outbox = Outbox(node, layout_digest(layout), ticket_ttl, block_bytes=layout.block_bytes)
+        self.outbox = Outbox(
+            node, layout_digest(layout), ticket_ttl, block_bytes=layout.block_bytes, transports=transports
+        )
         self._node = node
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)

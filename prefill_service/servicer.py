@@ -16,10 +16,11 @@ import grpc.aio
 
 from engine.blocks import BlockPool
 from engine.device_thread import DeviceThread
-from engine.messages import Node, TransportOffer, WorkerHello
+from engine.messages import Node, WorkerHello
 from kvtransfer.driver import Driver
 from kvtransfer.service import KvTransferService
-from kvtransfer.startup import Assemble, Say, assemble
+from kvtransfer.startup import Assemble, Say, assemble, offers
+from kvtransfer.transports.memfd import PoolServer
 from prefill_service.prefiller import Prefiller
 from protos import worker_pb2, worker_pb2_grpc
 from wire.channel import write
@@ -38,6 +39,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
         self._driver: Driver | None = None
         self._hello: WorkerHello | None = None
         self._transfer: KvTransferService | None = None
+        self._pool: PoolServer | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
@@ -46,6 +48,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
     async def load(self, address: str, say: Say) -> str:
         engine = await self._device.run(self._assemble, self._options, say)
         node = Node(self._options.name, secrets.randbits(64), address)
+        transports = offers(self._options, engine.memory is not None)
         core = Prefiller(
             node,
             engine.layout,
@@ -54,13 +57,18 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
             vocab_size=engine.runner.vocab_size,
             eos_token_ids=engine.runner.eos_token_ids,
             depth=engine.depth,
+            digests=self._options.kv_digest,
+            transports=[offer.kind for offer in transports],
             rng=random.Random(secrets.randbits(64)),
         )
         self._driver = Driver(core, engine.runner.step, self._device, engine.ahead)
         self._transfer = KvTransferService(core, engine.runner.cache, self._driver.apply)
         self._driver.carry = self._transfer.carry
-        self._hello = engine.hello(node, [TransportOffer("grpc")])
-        return engine.description
+        if engine.memory is not None:
+            self._pool = PoolServer(node.incarnation, engine.layout, engine.memory)
+            self._pool.start()
+        self._hello = engine.hello(node, transports)
+        return f"{engine.description}, KV by {' or '.join(offer.kind for offer in transports)}"
 
     @property
     def stuck(self) -> bool:
@@ -75,6 +83,8 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
         await self._driver.drain(grace)
 
     async def close(self) -> None:
+        if self._pool is not None:
+            await self._pool.close()
         self._device.close()
 
     async def Attach(

@@ -156,4 +156,5 @@ def _worker_status(worker: Worker) -> gpb.WorkerStatus:
         waiting=load.waiting,
         transports=[offer.kind for offer in hello.transports],
         pulled_blocks=load.pulled_blocks,
+        kv_path=load.kv_path,
     )

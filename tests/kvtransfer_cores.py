@@ -22,6 +22,7 @@ from engine.messages import (
     RequestKey,
     Ticket,
 )
+from engine.shared_memory import SharedMemory
 from engine.types import FinishReason, Token
 from kvtransfer.actions import Action, Adopted, Announced, Drained, FreeTicket, HandOver, Landed, PullFailed, Ready
 from kvtransfer.inbox import Inbox
@@ -46,10 +47,17 @@ def block_tokens(key: RequestKey, num_tokens: int, position: int) -> list[int]:
 
 class Owner:
     def __init__(
-        self, num_blocks: int = 32, block_bytes: int = 32, node: Node = NODE, pool: BlockPool | None = None
+        self,
+        num_blocks: int = 32,
+        block_bytes: int = 32,
+        node: Node = NODE,
+        pool: BlockPool | None = None,
+        memory: SharedMemory | None = None,
     ) -> None:
         self.pool = pool or BlockPool(num_blocks)
         self.cache = FakeCache(layout(block_bytes), self.pool.num_blocks)
+        if memory is not None:
+            self.cache.data = memoryview(memory.map)
         self.node = node
         self.outbox = Outbox(node, layout_digest(layout(block_bytes)), block_bytes=block_bytes)
         self.rng = random.Random(0)
@@ -125,6 +133,7 @@ class Puller:
         self.ready: dict[int, Ready | Adopted] = {}
         self.failed: dict[int, Reason] = {}
         self.drained: list[int] = []
+        self.fallbacks: dict[int, str] = {}
         self.bind_at_once = True
 
     def start(self, ticket: Ticket, key: RequestKey, now: float, transport: str = "grpc") -> tuple[int, list[Action]]:
@@ -151,6 +160,10 @@ class Puller:
 
     def pull_stream_closed(self, pull: int, now: float) -> list[Action]:
         return self._notice(self.inbox.stream_closed(pull, now), now)
+
+    def fall_back(self, pull: int, reason: str) -> None:
+        self.fallbacks[pull] = reason
+        self.inbox.fall_back(pull)
 
     def adopted(self, pull: int, blocks: Sequence[int], now: float) -> list[Action]:
         return self._notice(self.inbox.adopted(pull, blocks, now), now)

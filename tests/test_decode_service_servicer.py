@@ -247,7 +247,7 @@ def emulated_engine(options: WorkerOptions, say: Say) -> Engine:
     weights, config = tiny_weights(), EngineConfig(block_size=16, num_blocks=BLOCKS, max_num_seqs=4, max_model_len=256)
     cache = CudaKVCache(kv_layout(weights.config, b"m", "float32", 16, ""), BLOCKS, gpu)
     runner = CudaRunner(weights, config, cache, gpu, graphs=options.role is DECODE)
-    return Engine(runner, config, cache.layout, "emulated", runner)
+    return Engine(runner, config, cache.layout, "emulated", ahead=runner)
 
 
 def greedy_tokens(prompt: list[int], count: int) -> list[int]:

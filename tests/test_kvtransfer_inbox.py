@@ -15,6 +15,7 @@ from engine.messages import (
     FirstToken,
     Heartbeat,
     Node,
+    PullCopied,
     PullDone,
     PullEvent,
     PullOpen,
@@ -30,6 +31,7 @@ from kvtransfer.actions import (
     Adopted,
     Announced,
     CloseStream,
+    CopyBlock,
     Drained,
     Landed,
     OpenPull,
@@ -238,6 +240,58 @@ def test_an_adoption_that_nobody_waits_for_comes_straight_back() -> None:
     assert inbox.adopted(pull, (10,), 0.0) == [Drained(pull, (10,))]
 
 
+def test_copied_blocks_count_only_after_the_owner_s_word_and_it_is_asked_once_for_all_of_them() -> None:
+    inbox, pull = opened(2, transport="memfd")
+    inbox.message(pull, FIRST, 0.0)
+    inbox.message(pull, sealed(0, 1), 0.0)
+    assert inbox.bind(pull, {0: 30, 1: 31}, 0.0) == [CopyBlock(pull, handle(0)), CopyBlock(pull, handle(1))]
+    assert inbox.copied(pull, 0, 1000, 0.0) == []
+    assert inbox.destination(pull, 0) is None, "what the owner is asked about is not written again"
+    assert inbox.message(pull, BlocksValid((0,)), 0.0) == [], "nobody has asked yet"
+    assert inbox.copied(pull, 1, 1001, 0.0) == [ToOwner(pull, PullCopied((handle(0), handle(1))))]
+    done = [Landed(pull, 0), Landed(pull, 1), ToOwner(pull, PullDone()), CloseStream(pull), Ready(pull, FIRST)]
+    assert inbox.message(pull, BlocksValid((0, 1, 7)), 0.0) == done
+
+
+def test_a_copied_block_that_was_not_the_announced_one_any_more_fails_the_pull() -> None:
+    inbox, pull = opened(2, transport="memfd")
+    inbox.message(pull, sealed(0, 1), 0.0)
+    inbox.bind(pull, {0: 30, 1: 31}, 0.0)
+    inbox.copied(pull, 0, 1000, 0.0)
+    inbox.copied(pull, 1, 1001, 0.0)
+    assert inbox.message(pull, BlocksValid((0,), (1,)), 0.0) == [
+        PullFailed(pull, Reason.COPY_FAILED),
+        CloseStream(pull),
+        Drained(pull, (30, 31)),
+    ]
+
+
+def test_a_copied_block_with_a_wrong_digest_is_not_asked_about() -> None:
+    inbox, pull = opened(1, transport="memfd")
+    inbox.message(pull, sealed(0), 0.0)
+    inbox.bind(pull, {0: 30}, 0.0)
+    assert inbox.copied(pull, 0, 999, 0.0)[0] == PullFailed(pull, Reason.COPY_FAILED)
+
+
+def test_an_owner_that_does_not_say_whether_a_copy_was_right_fails_the_pull() -> None:
+    inbox, pull = opened(1, transport="memfd")
+    inbox.message(pull, sealed(0), 0.0)
+    inbox.bind(pull, {0: 30}, 0.0)
+    inbox.copied(pull, 0, 1000, 0.0)
+    inbox.message(pull, Heartbeat(1), 9.0)
+    assert inbox.tick(10.0)[0] == PullFailed(pull, Reason.COPY_FAILED)
+
+
+def test_a_pull_that_falls_back_asks_for_bytes() -> None:
+    inbox, pull = opened(1, transport="memfd")
+    inbox.fall_back(pull)
+    inbox.message(pull, sealed(0), 0.0)
+    assert inbox.bind(pull, {0: 30}, 0.0) == [ToOwner(pull, PullWant((0,)))]
+    inbox.cancel(pull, 0.0)
+    inbox.fall_back(pull)
+    assert inbox.ignored == {"fall_back": 1}
+
+
 class InboxMachine(RuleBasedStateMachine):
     """Several pulls under random messages, copies and endings. Destination blocks are never used twice here, so
     that every one of them must end in exactly one of: a running slot, Drained, or still with the inbox."""
@@ -261,6 +315,9 @@ class InboxMachine(RuleBasedStateMachine):
         self.heard: dict[int, float] = {}
         self.moved: dict[int, float] = {}
         self.next_block = 0
+        self.memory: dict[int, bool] = {}  # one-sided
+        self.copied_ones: dict[int, set[int]] = {}  # in place, whether or not the owner has confirmed them
+        self.asked: dict[int, set[int]] = {}
 
     def perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -272,6 +329,15 @@ class InboxMachine(RuleBasedStateMachine):
                 case Landed(_, position):
                     assert pull not in self.verdict and position not in self.landed[pull]
                     self.landed[pull].add(position)
+                case CopyBlock(_, block):
+                    assert self.memory[pull] and block == handle(block.position)
+                    assert block.position in self.announced[pull] & self.bound[pull].keys() - self.landed[pull]
+                case ToOwner(_, PullCopied(blocks)):
+                    positions = {block.position for block in blocks}
+                    assert self.memory[pull] and positions and positions <= self.copied_ones[pull] - self.asked[pull]
+                    self.asked[pull] |= positions
+                case ToOwner(_, PullWant()):
+                    assert not self.memory[pull] and pull not in self.verdict
                 case ToOwner(_, PullDone()):
                     assert pull not in self.done | self.closed
                     self.done.add(pull)
@@ -292,7 +358,7 @@ class InboxMachine(RuleBasedStateMachine):
                 case Drained(_, blocks):
                     assert self.verdict[pull] in ("failed", "cancelled", "ended") and pull not in self.drained
                     assert sorted(blocks) == sorted(self.bound[pull].values())
-                    copying = set(self.bound[pull]) - self.landed[pull]
+                    copying = set(self.bound[pull]) - self.landed[pull] - self.copied_ones[pull]
                     assert not copying or pull in self.stream_over, "a copy can still write"
                     self.drained.add(pull)
                 case _:
@@ -311,13 +377,14 @@ class InboxMachine(RuleBasedStateMachine):
         self.open(4, set())
 
     @precondition(lambda self: len(self.live()) < 3)
-    @rule(blocks=st.integers(1, 4), held=st.sets(st.integers(0, 3), max_size=2))
-    def open(self, blocks: int, held: set[int]) -> None:
+    @rule(blocks=st.integers(1, 4), held=st.sets(st.integers(0, 3), max_size=2), memory=st.booleans())
+    def open(self, blocks: int, held: set[int], memory: bool = False) -> None:
         mine = frozenset(p for p in held if p < blocks)
-        pull, actions = self.inbox.open(ticket(blocks), KEY, mine, "grpc", self.now)
+        pull, actions = self.inbox.open(ticket(blocks), KEY, mine, "memfd" if memory else "grpc", self.now)
         assert pull not in self.size and isinstance(actions[0], OpenPull)
         self.size[pull], self.held[pull] = blocks, mine
         self.announced[pull], self.bound[pull], self.landed[pull] = set(), {}, set()
+        self.memory[pull], self.copied_ones[pull], self.asked[pull] = memory, set(), set()
         self.heard[pull] = self.moved[pull] = self.now
 
     @rule(data=st.data(), positions=st.sets(st.integers(0, 3), min_size=1), odd=st.integers(0, 19))
@@ -359,14 +426,33 @@ class InboxMachine(RuleBasedStateMachine):
             return
         writable = self.inbox.destination(pull, position)
         waits = pull in self.live() and position in self.bound[pull] and position not in self.landed[pull]
+        waits = waits and position not in self.copied_ones[pull]
         assert (writable is not None) == waits
         if waits and not early and odd != 2:
             self.heard[pull] = self.moved[pull] = self.now
+            if self.memory[pull]:
+                self.copied_ones[pull].add(position)
         actions = self.inbox.copied(pull, position, 1000 + position + int(odd == 2), self.now)
-        assert bool(actions) == waits
+        right = waits and not early and odd != 2
+        assert bool(actions) == waits or (right and self.memory[pull])
         self.perform(actions)
         if waits:
             assert (self.verdict.get(pull) == "failed") == (early or odd == 2)
+
+    @rule(data=st.data(), odd=st.integers(0, 9))
+    def owner_s_word(self, data: st.DataObject, odd: int) -> None:
+        """odd 1: one of them is stale; odd 2: about blocks that it was not asked about."""
+        pull = self.a_pull(data)
+        waiting = self.asked.get(pull, set()) - self.landed.get(pull, set())
+        others = set(range(4)) - waiting
+        stale = {min(waiting)} if odd == 1 and waiting else set()
+        valid = others if odd == 2 else waiting - stale
+        live = pull in self.live()
+        before = set(self.landed.get(pull, ()))
+        self.perform(self.message(pull, BlocksValid(tuple(sorted(valid)), tuple(stale))))
+        if live:
+            assert (self.verdict.get(pull) == "failed") == bool(stale)
+            assert self.landed[pull] == before | (set() if odd == 2 or stale else waiting)
 
     @rule(data=st.data(), first=st.sampled_from([FIRST] * 8 + [ENDING, OTHER_ATTEMPT]))
     def token_0(self, data: st.DataObject, first: FirstToken) -> None:

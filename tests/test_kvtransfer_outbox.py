@@ -215,6 +215,20 @@ def test_what_was_copied_can_be_compared_with_what_is_held() -> None:
     assert box.pull_message(1, PullCopied((handle(0),)), 0.0) == [ToPuller(1, BlocksValid((0,), ()))]
 
 
+def test_more_copies_than_there_are_blocks_end_the_pull_unread() -> None:
+    box = outbox(2)
+    box.pull_message(1, opening(transport="memfd"), 0.0)
+    refused, closed = box.pull_message(1, PullCopied((handle(0),) * 3), 0.0)
+    assert refused.event.reason is Reason.INVALID_FIELD and closed == ClosePull(1)
+    assert 9 in box
+
+
+def test_a_transport_that_is_not_offered_is_refused() -> None:
+    box = Outbox(NODE, LAYOUT, transports=("grpc",))
+    box.offer(Ticket(9, NODE, 4, 1, 60.0), RequestKey(5, 1), 1, 100.0, [10], [0], 0.0)
+    assert refusal(box.pull_message(1, opening(transport="memfd"), 0.0), 1) is Reason.UNIMPLEMENTED
+
+
 def test_local_blocks_change_owner_instead_of_being_freed() -> None:
     box = outbox(2)
     box.sealed(9, [handle(0), handle(1)], 0.0)
@@ -374,6 +388,17 @@ class OutboxMachine(RuleBasedStateMachine):
         self.wanted[pull] |= positions
         self.perform(self.box.pull_message(pull, PullWant(tuple(positions)), self.now))
         assert (pull in self.closing) == (odd in (1, 2)), "out of range ends the pull, and nothing else does"
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), positions=st.sets(st.integers(0, 3)), generation=st.integers(0, 1))
+    def copied(self, data: st.DataObject, positions: set[int], generation: int) -> None:
+        pull = self.open_pull(data)
+        ticket, _ = self.open[pull]
+        asked = {p for p in positions if p < self.size[ticket]}
+        valid = asked & self.sealed[ticket] if generation == 0 else set()
+        message = PullCopied(tuple(handle(p)._replace(generation=generation) for p in sorted(asked)))
+        answer = BlocksValid(tuple(sorted(valid)), tuple(sorted(asked - valid)))
+        assert self.box.pull_message(pull, message, self.now) == [ToPuller(pull, answer)]
 
     @precondition(lambda self: any(self.flying.values()))
     @rule(data=st.data())

@@ -10,11 +10,12 @@ from __future__ import annotations
 import random
 from collections import deque
 
+import pytest
 from kvtransfer_cores import Owner, Puller
 
 from engine.messages import Heartbeat, PullDone, RequestKey, Ticket
 from engine.types import FinishReason
-from kvtransfer.actions import Action, ClosePull, CloseStream, OpenPull, SendBlock, ToOwner, ToPuller
+from kvtransfer.actions import Action, ClosePull, CloseStream, CopyBlock, OpenPull, SendBlock, ToOwner, ToPuller
 
 NUM_BLOCKS = 96
 
@@ -38,6 +39,8 @@ class Wire:
                 case OpenPull(message=message):
                     self.to_owner[pull] = deque([message])
                     self.to_puller[pull] = deque()
+                case CopyBlock() if pull in self.to_puller:
+                    self.to_puller[pull].append(action)
                 case ToOwner(message=message) if pull in self.to_owner:
                     self.to_owner[pull].append(message)
                 case ToPuller() | SendBlock() if pull in self.to_puller:
@@ -60,12 +63,12 @@ class Wire:
             item = inward.popleft()
             if item == "end":
                 self.cut(pull)
-            elif isinstance(item, SendBlock):
+            elif isinstance(item, SendBlock | CopyBlock):
                 self.copy(pull, item)
             else:
                 self.carry(self.puller.pull_event(pull, item.event, self.now))
 
-    def copy(self, pull: int, item: SendBlock) -> None:
+    def copy(self, pull: int, item: SendBlock | CopyBlock) -> None:
         position = item.handle.position
         block = self.puller.destination(pull, position)
         if block is not None:
@@ -76,7 +79,8 @@ class Wire:
             tokens = self.puller.block_tokens(pull, position)
             digest = self.puller.cache.digest(block, position, tokens)
             self.carry(self.puller.copied(pull, position, digest, self.now))
-        self.carry(self.owner.sent(pull, position, self.now))
+        if isinstance(item, SendBlock):
+            self.carry(self.owner.sent(pull, position, self.now))
 
     def cut(self, pull: int) -> None:
         del self.to_owner[pull], self.to_puller[pull]
@@ -85,7 +89,8 @@ class Wire:
 
 
 class Load:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, transport: str) -> None:
+        self.transport = transport
         self.rng = random.Random(seed)
         self.owner = Owner(NUM_BLOCKS)
         self.puller = Puller(NUM_BLOCKS)
@@ -103,7 +108,7 @@ class Load:
     def pull(self, ticket: Ticket) -> None:
         self.placements[ticket.id] = placement = self.placements.get(ticket.id, 0) + 1
         key = RequestKey(self.owner.keys[ticket.id][0].request, 1, placement)
-        _, actions = self.puller.start(ticket, key, self.wire.now)
+        _, actions = self.puller.start(ticket, key, self.wire.now, self.transport)
         self.wire.carry(actions)
 
     def compute(self, ticket: Ticket, sealed: int) -> None:
@@ -166,8 +171,9 @@ class Load:
         assert len(self.owner.outbox) == len(self.puller.inbox) == 0
 
 
-def test_ten_thousand_transfers_leave_no_reference_behind_and_run_on_right_bytes() -> None:
-    load = Load(seed=7)
+@pytest.mark.parametrize("transport", ["grpc", "memfd"])
+def test_ten_thousand_transfers_leave_no_reference_behind_and_run_on_right_bytes(transport: str) -> None:
+    load = Load(7, transport)
     request = steps = 0
     while request < 10_000:
         if len(load.tickets) < 8 and load.owner.pool.available >= 5 and load.puller.pool.available >= 40:

@@ -241,6 +241,7 @@ def load_to_pb(load: m.WorkerLoad) -> wpb.WorkerLoad:
         step_seconds=load.step_seconds,
         draining=load.draining,
         pulled_blocks=load.pulled_blocks,
+        kv_path=load.kv_path,
     )
 
 
@@ -254,6 +255,7 @@ def load_from_pb(pb: wpb.WorkerLoad) -> m.WorkerLoad:
         pb.step_seconds,
         pb.draining,
         pb.pulled_blocks,
+        pb.kv_path,
     )
 
 

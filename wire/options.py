@@ -17,6 +17,7 @@ from wire.ports import at
 from wire.security import Security
 
 _WILDCARDS = ("0.0.0.0", "::")
+TRANSPORTS = ("auto", "memfd", "grpc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class WorkerOptions:
     dtype: str
     row_tile: int | None
     threads: int
+    transport: str  # "auto", "memfd" or "grpc": how KV blocks move between workers
+    kv_digest: bool  # copied bytes are compared with their owner's digest
     grace: float  # seconds that a drain may take
     exit_with_parent: bool
     log_level: str
@@ -89,6 +92,8 @@ def parse(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> Worker
         dtype=args.dtype,
         row_tile=args.row_tile,
         threads=args.threads or max(1, cores // args.workers_on_host),
+        transport=args.transport,
+        kv_digest=args.kv_digest == "on",
         grace=args.grace,
         exit_with_parent=args.exit_with_parent,
         log_level=args.log_level,
@@ -131,6 +136,15 @@ def _parser(role: Role) -> Parser:
     add("--row-tile", type=whole(1, 1024), help="deterministic mode: rows per linear, such as 16")
     add("--threads", type=whole(1), help="CPU threads (default: cores divided by --workers-on-host)")
     add("--workers-on-host", type=whole(1), default=1, help="workers that share this machine's cores (%(default)s)")
+    add(
+        "--transport",
+        choices=TRANSPORTS,
+        default="grpc",
+        help="how KV blocks move: memfd is this host's shared memory; auto takes it where it can (%(default)s)",
+    )
+    add(
+        "--kv-digest", choices=("on", "off"), default="on", help="compare copied bytes with their owner's (%(default)s)"
+    )
     add("--grace", type=seconds, default=30.0, help="seconds that a drain may take (%(default)s)")
     add("--exit-with-parent", action="store_true", help="end when the process that started this one ends")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")

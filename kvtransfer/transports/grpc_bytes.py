@@ -57,10 +57,11 @@ def chunks(position: int, data: memoryview) -> Iterator[pb.PullEvent]:
 class Receiver:
     """The incoming bytes of one pull."""
 
-    def __init__(self, pull: int, cache: Cache, destinations: Destinations) -> None:
+    def __init__(self, pull: int, cache: Cache, destinations: Destinations, *, digests: bool = True) -> None:
         self._pull = pull
         self._cache = cache
         self._destinations = destinations
+        self._digests = digests
         self._received: dict[int, int] = {}  # position -> bytes in place, of blocks that are not complete
         self.bytes = 0
 
@@ -85,4 +86,6 @@ class Receiver:
             self._received[position] = end
             return None
         self._received.pop(position, None)
+        if not self._digests:
+            return 0
         return self._cache.digest(block, position, self._destinations.block_tokens(self._pull, position))

@@ -79,6 +79,10 @@ def up(
     row_tile: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Deterministic mode: rows per linear, such as 16.")
     ] = None,
+    transport: Annotated[
+        str | None, typer.Option(help="How KV blocks move: auto, memfd (this host's shared memory) or grpc.")
+    ] = None,
+    kv_digest: Annotated[str | None, typer.Option(help="on or off: compare copied bytes with their owner's.")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Where converted models are kept.")] = None,
     grace: Annotated[
         float, typer.Option(min=0, max=3600, help="Seconds that requests have to finish at the end.")
@@ -117,6 +121,8 @@ def up(
         max_model_len=max_model_len,
         dtype=dtype,
         row_tile=row_tile,
+        transport=transport,
+        kv_digest=kv_digest,
         cache_dir=cache_dir,
         grace=grace,
         security=SecurityFlags(token_file, tls_cert, tls_key, tls_ca, insecure),

@@ -49,6 +49,8 @@ class Topology:
     max_model_len: int | None = None
     dtype: str | None = None
     row_tile: int | None = None
+    transport: str | None = None
+    kv_digest: str | None = None
     cache_dir: Path | None = None
     grace: float = 30.0  # seconds that running requests have when it stops
     security: SecurityFlags = field(default_factory=SecurityFlags)
@@ -105,6 +107,8 @@ def _worker_flags(topology: Topology) -> tuple[str, ...]:
         "--max-model-len": topology.max_model_len,
         "--dtype": topology.dtype,
         "--row-tile": topology.row_tile,
+        "--transport": topology.transport,
+        "--kv-digest": topology.kv_digest,
     }
     given = [part for flag, value in values.items() if value is not None for part in (flag, str(value))]
     count = topology.prefill + topology.decode

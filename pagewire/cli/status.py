@@ -20,6 +20,7 @@ from pagewire.client import AsyncClient
 from wire.security import Security
 
 INFO_TIMEOUT = 10.0  # seconds
+_BEST_FIRST = ("memfd", "grpc")
 
 
 async def print_deployment(topology: Topology, security: Security, log_dir: Path, console: Console) -> None:
@@ -78,15 +79,17 @@ def pool(worker: WorkerStatus) -> str:
 
 
 def transport(info: ServerInfo) -> str:
-    """What every worker offers is what blocks move by."""
-    offers = [set(worker.transports) for worker in info.workers]
-    return ", ".join(sorted(set.intersection(*offers))) if offers else "none"
+    """How blocks have moved; before the first, the best way that every worker offers."""
+    if paths := sorted({worker.kv_path for worker in info.workers if worker.kv_path}):
+        return ", ".join(paths)
+    common = [kind for kind in _BEST_FIRST if all(kind in worker.transports for worker in info.workers)]
+    return common[0] if common and info.workers else "none"
 
 
 async def ps(address: str, security: Security) -> None:
     async with AsyncClient(address, security) as client:
         info = await client.server_info(timeout=INFO_TIMEOUT)
-    rows = [("ROLE", "ADDRESS", "STATE", "RUNNING", "WAITING", "KV BLOCKS IN USE", "LEASED", "PULLED")]
+    rows = [("ROLE", "ADDRESS", "STATE", "RUNNING", "WAITING", "KV BLOCKS IN USE", "LEASED", "PULLED", "KV PATH")]
     rows += [
         (
             worker.role,
@@ -97,6 +100,7 @@ async def ps(address: str, security: Security) -> None:
             f"{worker.total_blocks - worker.free_blocks:,} of {worker.total_blocks:,}",
             f"{worker.leased_blocks:,}",
             f"{worker.pulled_blocks:,}",
+            worker.kv_path or " or ".join(worker.transports),
         )
         for worker in by_role(info)
     ]

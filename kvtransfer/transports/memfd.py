@@ -1,0 +1,231 @@
+"""Blocks out of the owner's memory: its pool's descriptor, mapped read-only once per owner, then one memcpy per block.
+
+A PoolServer gives the descriptor of one incarnation to processes of the same user, over an abstract Unix socket named
+after that incarnation: whoever is on another host, or in another network namespace, finds nobody there. Pools keeps
+what was obtained, and forgets it when the owner's end of the socket closes. Nothing here decides which block may be
+read or written, and no copy is believed before the owner was asked about it: the cores see to that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import mmap
+import os
+import socket
+import struct
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.kv_digest import kv_digest
+from engine.messages import KvLayout
+from engine.shared_memory import SEALS, SharedMemory
+from kvtransfer.ticket import layout_digest
+from kvtransfer.transports.grpc_bytes import Cache
+from wire.tasks import cancel_all
+
+_GREETING = struct.Struct("<8sQQ32s")  # magic, incarnation, bytes of the pool, layout
+_MAGIC = b"pagewire"
+_PEER = struct.Struct("iII")  # pid, uid, gid
+HANDSHAKE_S = 1.0
+MAX_PEERS = 64  # processes that hold one pool, and pools that one process holds
+
+
+class NoPool(Exception):
+    """The owner's memory cannot be used. str() is the reason, a few words."""
+
+
+def _address(incarnation: int) -> str:
+    return f"\0pagewire-kv-{incarnation:016x}"
+
+
+def _same_user(peer: socket.socket) -> bool:
+    _, user, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return bool(user == os.geteuid())
+
+
+# ---- the owner of blocks ------------------------------------------------------------------------------------------
+
+
+class PoolServer:
+    """Gives the descriptor away until closed. Each connection stays open: its end says that the owner is gone."""
+
+    def __init__(self, incarnation: int, layout: KvLayout, memory: SharedMemory) -> None:
+        self._greeting = _GREETING.pack(_MAGIC, incarnation, memory.size, layout_digest(layout))
+        self._memory = memory
+        self._incarnation = incarnation
+        self._peers: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+        self.refused: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def start(self) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        listener.bind(_address(self._incarnation))
+        listener.listen(MAX_PEERS)
+        self._accepting = asyncio.create_task(self._accept(listener))
+
+    async def close(self) -> None:
+        await cancel_all([task for task in (self._accepting, *self._peers) if task is not None])
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with listener:
+            while True:
+                peer, _ = await loop.sock_accept(listener)
+                if len(self._peers) >= MAX_PEERS:
+                    self.refused["too many peers"] += 1
+                    peer.close()
+                    continue
+                task = asyncio.create_task(self._serve(peer))
+                self._peers.add(task)
+                task.add_done_callback(self._peers.discard)
+
+    async def _serve(self, peer: socket.socket) -> None:
+        with peer:
+            if not _same_user(peer):
+                self.refused["another user"] += 1
+                return
+            with contextlib.suppress(OSError):  # it is gone already
+                socket.send_fds(peer, [self._greeting], [self._memory.fd])
+                await asyncio.get_running_loop().sock_recv(peer, 1)  # it says nothing, and ends
+
+
+# ---- the puller ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One block: where its bytes are, where they go, and the tokens that its digest covers (None: no digest)."""
+
+    source: int
+    position: int
+    destination: int
+    tokens: Sequence[int] | None
+
+
+class Pool:
+    """One owner's blocks, mapped read-only. Unmapped when nobody refers to it any more."""
+
+    def __init__(self, descriptor: int, size: int, block_bytes: int) -> None:
+        self._data = np.frombuffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ), np.uint8)
+        self._block_bytes = block_bytes
+        self.num_blocks = size // block_bytes
+
+    def copy(self, cache: Cache, copies: Iterable[Copy]) -> list[int]:
+        """Blocks the calling thread, not the interpreter. The digests are those of the bytes that were written."""
+        size, digests = self._block_bytes, []
+        for each in copies:
+            destination = cache.block_bytes(each.destination)
+            np.copyto(np.frombuffer(destination, np.uint8), self._data[each.source * size : (each.source + 1) * size])
+            digests.append(0 if each.tokens is None else kv_digest(destination, each.position, each.tokens))
+        return digests
+
+
+class Pools:
+    """The pools of other incarnations on this host. A refusal is remembered: asking again would change nothing."""
+
+    def __init__(self, layout: KvLayout) -> None:
+        self._layout = layout
+        self._known: dict[int, tuple[Pool, asyncio.Task[None]]] = {}  # the least recently obtained first
+        self._refusals: dict[int, str] = {}
+        self._asking: dict[int, asyncio.Future[Pool]] = {}
+        self.refused: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    async def obtain(self, incarnation: int) -> Pool:
+        """Raises NoPool."""
+        if (known := self._known.get(incarnation)) is not None:
+            return known[0]
+        if (reason := self._refusals.get(incarnation)) is not None:
+            raise NoPool(reason)
+        if incarnation not in self._asking:
+            asking = self._asking[incarnation] = asyncio.ensure_future(self._ask(incarnation))
+            asking.add_done_callback(lambda _: self._asking.pop(incarnation))
+        return await asyncio.shield(self._asking[incarnation])
+
+    async def close(self) -> None:
+        with contextlib.suppress(NoPool):
+            await cancel_all([task for task in self._asking.values() if isinstance(task, asyncio.Task)])
+        known, self._known = self._known, {}
+        await cancel_all([watch for _, watch in known.values()])
+
+    async def _ask(self, incarnation: int) -> Pool:
+        try:
+            pool, peer = await self._connect(incarnation)
+        except NoPool as refusal:
+            self.refused[str(refusal)] += 1
+            while len(self._refusals) >= MAX_PEERS:
+                self._refusals.pop(next(iter(self._refusals)))
+            self._refusals[incarnation] = str(refusal)
+            raise
+        while len(self._known) >= MAX_PEERS:
+            self._known.pop(next(iter(self._known)))[1].cancel()
+        self._known[incarnation] = (pool, asyncio.create_task(self._watch(incarnation, peer)))
+        return pool
+
+    async def _watch(self, incarnation: int, peer: socket.socket) -> None:
+        """Until the owner is gone: its memory stays readable, and nobody should read it."""
+        with peer:
+            with contextlib.suppress(OSError):
+                await asyncio.get_running_loop().sock_recv(peer, 1)
+            self._known.pop(incarnation, None)
+
+    async def _connect(self, incarnation: int) -> tuple[Pool, socket.socket]:
+        loop = asyncio.get_running_loop()
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                await loop.sock_connect(peer, _address(incarnation))
+                if not _same_user(peer):
+                    raise NoPool("its owner is another user")
+                while True:
+                    try:
+                        greeting, descriptors, _, _ = socket.recv_fds(peer, _GREETING.size + 1, 1)
+                        break
+                    except BlockingIOError:
+                        await asyncio.sleep(0.001)
+            return self._map(incarnation, greeting, descriptors), peer
+        except NoPool:
+            peer.close()
+            raise
+        except TimeoutError as error:
+            peer.close()
+            raise NoPool("no answer") from error
+        except ConnectionRefusedError as error:
+            peer.close()
+            raise NoPool("not on this host") from error
+        except OSError as error:
+            peer.close()
+            raise NoPool(f"no descriptor: {error.strerror}") from error
+        except BaseException:
+            peer.close()
+            raise
+
+    def _map(self, incarnation: int, greeting: bytes, descriptors: Sequence[int]) -> Pool:
+        """Checks all that was said against what was given. The descriptor is closed: the mapping keeps the memory."""
+        try:
+            if len(greeting) != _GREETING.size or len(descriptors) != 1:
+                raise NoPool("an answer that is none")
+            magic, theirs, size, layout = _GREETING.unpack(greeting)
+            if magic != _MAGIC or theirs != incarnation:
+                raise NoPool("another incarnation")
+            if layout != layout_digest(self._layout):
+                raise NoPool("another layout")
+            (descriptor,) = descriptors
+            if os.fstat(descriptor).st_size != size or not size or size % self._layout.block_bytes:
+                raise NoPool("a descriptor of another size")
+            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:  # a shrinking file would kill its reader
+                raise NoPool("a descriptor without seals")
+            return Pool(descriptor, size, self._layout.block_bytes)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
