@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,21 @@ def test_a_wrong_request_is_one_sentence_and_the_engine_goes_on(
     assert llm.generate("hello", GREEDY, use_tqdm=False)[0].finished
 
 
+def test_an_interrupt_ends_what_runs_and_what_waits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def interrupted(total: int, show: bool) -> Iterator[Any]:
+        def advance(output: RequestOutput) -> None:
+            raise KeyboardInterrupt
+
+        yield advance
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("pagewire.llm._progress", interrupted)
+        llm.generate(["short"] * 30, [GREEDY, *[SamplingParams(max_tokens=200, ignore_eos=True)] * 29])
+    assert_nothing_held(llm._thread)
+    assert llm.generate("hello", GREEDY, use_tqdm=False)[0].finished
+
+
 async def test_it_works_inside_a_running_event_loop(llm: LLM) -> None:
     assert llm.generate("hello", GREEDY, use_tqdm=False)[0].finished
 
@@ -282,7 +298,7 @@ async def test_streams_are_cumulative_and_end_as_a_batch_does(engine: AsyncLLMEn
     expected = llm.generate(["a", "b", "c"], SAMPLED, use_tqdm=False)
     streams = await asyncio.gather(*(collect(engine, prompt, SAMPLED, prompt) for prompt in "abc"))
     for outputs, whole in zip(streams, expected, strict=True):
-        assert len(outputs) > 1 and [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
         for before, after in zip(outputs, outputs[1:], strict=False):
             assert after.outputs[0].text.startswith(before.outputs[0].text)
             assert after.outputs[0].token_ids[: len(before.outputs[0].token_ids)] == before.outputs[0].token_ids
@@ -299,6 +315,14 @@ async def test_an_aborted_request_ends_with_what_it_has(engine: AsyncLLMEngine) 
     assert last is not None and last.finished
     assert last.outputs[0].finish_reason == "abort" and 0 < len(last.outputs[0].token_ids) < 400
     assert_nothing_held(engine._thread)
+
+
+async def test_a_request_can_be_aborted_before_its_prompt_is_read(engine: AsyncLLMEngine) -> None:
+    task = asyncio.create_task(collect(engine, "early", SamplingParams(max_tokens=400, ignore_eos=True), "early"))
+    await asyncio.sleep(0)
+    await engine.abort("early")
+    last = (await task)[-1]
+    assert last.finished and last.outputs[0].finish_reason == "abort"
 
 
 async def test_a_reader_that_leaves_or_is_cancelled_frees_its_blocks(engine: AsyncLLMEngine) -> None:
