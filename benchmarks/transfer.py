@@ -1,9 +1,10 @@
 """KV transfer between two processes' worth of state on this CPU: each path beside its raw peer in the same run.
 
 `memfd` stands beside a plain copy out of the same kind of memory, `grpc` beside a bare grpc.aio stream of the same
-messages on the same kind of channel. A round moves --size bytes in blocks of --block from sealed at the owner to
-validated at the puller, through the real state machines and drivers; rounds of path and peer alternate, and medians
-are compared. Owner and puller share this process and its loop. `python -m benchmarks.transfer`
+messages on the same kind of channel. A round moves --size bytes in blocks of --block, from sealed at the owner to
+validated at the puller, through the real state machines and drivers. Streams are open before, ours and the bare one:
+a Pull is opened while its prompt is still computed. Rounds of path and peer alternate, and medians are compared.
+Owner and puller share this process and its loop. `python -m benchmarks.transfer`
 """
 
 from __future__ import annotations
@@ -23,7 +24,18 @@ import numpy as np
 from engine.blocks import BlockPool
 from engine.fake_runner import FakeCache
 from engine.kv_digest import kv_digest
-from engine.messages import BlockHandle, FirstToken, KvLayout, Node, PullEvent, PullRequest, Reason, RequestKey, Ticket
+from engine.messages import (
+    BlockHandle,
+    FirstToken,
+    KvLayout,
+    Node,
+    PullEvent,
+    PullOpened,
+    PullRequest,
+    Reason,
+    RequestKey,
+    Ticket,
+)
 from engine.shared_memory import SharedMemory
 from engine.types import Token
 from kvtransfer.actions import Action, Announced, Drained, FreeTicket, Landed, PullFailed, Ready
@@ -49,7 +61,7 @@ def tokens_at(position: int) -> range:
 
 
 class Owner:
-    """A prompt whose blocks are all computed: sealed and announced when they are pulled."""
+    """A prompt whose blocks are all computed, and sealed when a round begins."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, digests: bool) -> None:
         self.memory = SharedMemory(num_blocks * layout.block_bytes)
@@ -70,9 +82,11 @@ class Owner:
         ticket = Ticket(number, self.node, count * BLOCK_SIZE, count, 60.0)
         now, key = time.monotonic(), RequestKey(number, 1)
         self.outbox.offer(ticket, key, 1, now + 60, range(count), [0] * count, now)
-        self.outbox.sealed(number, self.handles, now)
-        self.outbox.first_token(number, FirstToken(key, Token(0, 1)), now)
         return ticket
+
+    def seal(self, ticket: Ticket) -> list[Action]:
+        now, first = time.monotonic(), FirstToken(RequestKey(ticket.id, 1), Token(0, 1))
+        return [*self.outbox.sealed(ticket.id, self.handles, now), *self.outbox.first_token(ticket.id, first, now)]
 
     def pull_message(self, pull: int, message: PullRequest, now: float) -> list[Action]:
         return _without_free(self.outbox.pull_message(pull, message, now))
@@ -95,13 +109,13 @@ class Puller:
         self.cache = FakeCache(layout, num_blocks)
         self.pool = BlockPool(num_blocks)
         self.inbox = Inbox(layout_digest(layout))
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._bound: list[int] = []
 
     def start(self, ticket: Ticket, transport: str) -> list[Action]:
-        self.ready = asyncio.get_running_loop().create_future()
-        self.over = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.opened: asyncio.Future[None] = loop.create_future()
+        self.ready: asyncio.Future[None] = loop.create_future()
+        self.over: asyncio.Future[None] = loop.create_future()
         return self.inbox.open(ticket, RequestKey(ticket.id, 1, 1), (), transport, time.monotonic())[1]
 
     def destination(self, pull: int, position: int) -> int | None:
@@ -111,6 +125,8 @@ class Puller:
         return tokens_at(position)
 
     def pull_event(self, pull: int, event: PullEvent, now: float) -> list[Action]:
+        if isinstance(event, PullOpened):
+            self.opened.set_result(None)
         return self._notice(self.inbox.message(pull, event, now), now)
 
     def copied(self, pull: int, position: int, digest: int, now: float) -> list[Action]:
@@ -153,15 +169,17 @@ class Puller:
 
 
 class Bare(worker_pb2_grpc.KvTransferServiceServicer):
-    """Streams the same BlockData messages and nothing else."""
+    """Streams the same BlockData messages for each request, and nothing else."""
 
     def __init__(self, cache: FakeCache) -> None:
         self._cache = cache
 
     async def Pull(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
-        for block in range(self._cache.num_blocks):
-            for message in chunks(block, self._cache.block_bytes(block)):
-                await write(context, message)
+        await write(context, pb.PullEvent())
+        async for _ in requests:
+            for block in range(self._cache.num_blocks):
+                for message in chunks(block, self._cache.block_bytes(block)):
+                    await write(context, message)
 
 
 class Bench:
@@ -210,11 +228,13 @@ class Bench:
         await self.pool.close()
 
     async def pull(self, transport: str) -> float:
-        """Seconds from the ticket to validated."""
+        """Seconds from sealed to validated."""
         self._tickets += 1
         ticket = self.owner.offer(self._tickets)
-        began = time.perf_counter()
         self._at_puller(self.puller.start(ticket, transport))
+        await self.puller.opened
+        began = time.perf_counter()
+        self._at_owner(self.owner.seal(ticket))
         await self.puller.ready
         seconds = time.perf_counter() - began
         await self.puller.over
@@ -228,13 +248,16 @@ class Bench:
         return time.perf_counter() - began
 
     async def bare_stream(self) -> float:
+        call = worker_pb2_grpc.KvTransferServiceStub(self._bare).Pull()
+        await call.read()
         began = time.perf_counter()
-        call = worker_pb2_grpc.KvTransferServiceStub(self._bare).Pull(iter([pb.PullRequest()]))
+        await call.write(pb.PullRequest())
         received = 0
-        async for event in call:
-            received += len(event.data.data)
-        assert received == self.bytes, f"{received} of {self.bytes} bytes came"
-        return time.perf_counter() - began
+        while received < self.bytes:
+            received += len((await call.read()).data.data)
+        seconds = time.perf_counter() - began
+        call.cancel()
+        return seconds
 
 
 async def compare(name: str, bench: Bench, path: Callable[[], Any], peer: Callable[[], Any], rounds: int) -> None:

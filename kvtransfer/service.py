@@ -43,7 +43,7 @@ from wire.tasks import cancel_all
 log = get_logger("kvtransfer")
 
 FLUSH_S = SILENCE_S  # how long a stream that we closed may take to send what was queued before
-SLICE_BYTES = 8 << 20  # of one trip to the copying thread: what a pull that is over waits for
+SLICE_BYTES = 16 << 20  # of one trip to the copying thread: what a pull that is over waits for
 MAX_CHANNELS = 64  # to different owners; idle ones beyond are closed
 
 Apply = Callable[[list[Action]], None]

@@ -140,12 +140,13 @@ def make_topology(**options: Any) -> Topology:
 
 
 @contextmanager
-def running_cluster(log_dir: Path, **options: Any) -> Iterator[Cluster]:
-    """A cluster that is ready; every process of it is gone afterwards."""
+def running_cluster(log_dir: Path, *, start: bool = True, **options: Any) -> Iterator[Cluster]:
+    """A cluster that is ready, or yet to be started; every process of it is gone afterwards."""
     cluster = Cluster(make_topology(**options), log_dir)
     try:
-        cluster.start()
-        cluster.wait_ready()
+        if start:
+            cluster.start()
+            cluster.wait_ready()
         yield cluster
     finally:
         cluster.kill_all()

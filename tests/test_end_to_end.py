@@ -9,11 +9,12 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from cluster import Cluster
+from cluster import Cluster, running_cluster
 from kill_workers import Stream, all_idle, busiest, decode_round, prefill_round, processor_seconds, request_for
 
 from engine.batch import Batch, Row, SampleInput
 from kvtransfer.startup import Engine, assemble
+from pagewire.client import AsyncClient
 from pagewire.local_engine import LocalEngine
 from prefill_service.config import ROLE
 from wire.codec import params_from_pb
@@ -72,6 +73,45 @@ async def test_local_grpc_and_one_unsplit_loop_give_equal_tokens(
     assert len(by_grpc.token_ids) == 40
     assert by_grpc.token_ids == through_local(model_cache, round_number, **shape)
     assert by_grpc.token_ids == through_one_loop(model_cache, round_number, **shape)
+
+
+async def kv_path(cluster: Cluster) -> str:
+    """How the decode worker says that its blocks came; it says so with its next load."""
+    async with AsyncClient(cluster.address) as client:
+        for _ in range(40):
+            info = await client.server_info()
+            if paths := [worker.kv_path for worker in info.workers if worker.kv_path]:
+                return paths[0]
+            await asyncio.sleep(0.05)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "path"),
+    [
+        (("auto", "on"), ("auto", "on"), "memfd"),
+        (("memfd", "off"), ("memfd", "off"), "memfd"),
+        (("grpc", "on"), ("auto", "on"), "grpc: not offered on this host"),
+    ],
+    ids=["auto", "memfd without digests", "fallback"],
+)
+async def test_tokens_are_the_same_whichever_way_the_blocks_went_and_the_way_is_told(
+    prefill: tuple[str, str], decode: tuple[str, str], path: str, model_cache: Path, tmp_path: Path
+) -> None:
+    shape = {"prompt_tokens": 75, "max_tokens": 20}
+    with running_cluster(tmp_path, cache_dir=model_cache, start=False) as cluster:
+        for name, (transport, digest) in {"prefill-1": prefill, "decode-1": decode}.items():
+            program = cluster.programs[name]
+            argv = (*program.argv, "--transport", transport, "--kv-digest", digest)
+            cluster.programs[name] = replace(program, argv=argv)
+        cluster.start()
+        await asyncio.to_thread(cluster.wait_ready)
+        async with grpc.aio.insecure_channel(cluster.address) as channel:
+            for round_number in (0, 1):
+                answer = await Stream(channel, request_for(round_number, **shape, vocab=VOCAB)).whole()
+                assert answer.token_ids == through_local(model_cache, round_number, **shape)
+        assert await kv_path(cluster) == path
+        assert await all_idle(cluster) == ""
 
 
 async def test_many_requests_at_once_get_what_each_gets_alone(router: grpc.aio.Channel, cluster: Cluster) -> None:

@@ -10,7 +10,9 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
+import psutil
 import pytest
 from kvtransfer_cores import Owner, Puller, layout
 
@@ -27,6 +29,7 @@ from wire.security import Security
 
 NUM_BLOCKS = 24
 BLOCK_BYTES = 1 << 16
+TRANSFERS = 2_000
 KEY = RequestKey(5, 1)
 PLACED = RequestKey(5, 1, 1)
 
@@ -34,16 +37,18 @@ PLACED = RequestKey(5, 1, 1)
 class Pair:
     """An owner that serves its memory, and a puller, each with its drivers."""
 
-    def __init__(self, port: int, only_memory: bool = False, digests: bool = True) -> None:
-        self.memory = SharedMemory(NUM_BLOCKS * BLOCK_BYTES)
+    def __init__(
+        self, port: int, only_memory: bool = False, digests: bool = True, num_blocks: int = NUM_BLOCKS
+    ) -> None:
+        self.memory = SharedMemory(num_blocks * BLOCK_BYTES)
         node = Node("prefill-0", random.getrandbits(64), f"127.0.0.1:{port}")
-        self.owner = Owner(NUM_BLOCKS, BLOCK_BYTES, node, memory=self.memory)
+        self.owner = Owner(num_blocks, BLOCK_BYTES, node, memory=self.memory)
         self.pool = PoolServer(node.incarnation, layout(BLOCK_BYTES), self.memory)
         self.service = KvTransferService(self.owner, self.owner.cache, self.at_owner)
         self.server = open_server(Security(), internal=True)
         worker_pb2_grpc.add_KvTransferServiceServicer_to_server(self.service, self.server)
         self.server.add_insecure_port(f"127.0.0.1:{port}")
-        self.puller = Puller(NUM_BLOCKS, BLOCK_BYTES)
+        self.puller = Puller(num_blocks, BLOCK_BYTES)
         self.clients = PullClients(
             self.puller, self.puller.cache, self.at_puller, connect, only_memory=only_memory, digests=digests
         )
@@ -56,8 +61,8 @@ class Pair:
         for action in actions:
             self.clients.carry(action)
 
-    def start(self, ticket: Ticket, key: RequestKey = PLACED) -> int:
-        pull, actions = self.puller.start(ticket, key, time.monotonic(), "memfd")
+    def start(self, ticket: Ticket, key: RequestKey = PLACED, transport: str = "memfd") -> int:
+        pull, actions = self.puller.start(ticket, key, time.monotonic(), transport)
         self.at_puller(actions)
         return pull
 
@@ -189,7 +194,7 @@ async def falls_back(pair: Pair, reason: str) -> None:
 
 async def test_an_owner_that_is_gone_from_this_host_sends_the_bytes(pair: Pair) -> None:
     await pair.pool.close()
-    await falls_back(pair, "not on this host")
+    await falls_back(pair, "not offered on this host")
 
 
 async def test_a_pool_of_another_user_is_not_mapped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +213,7 @@ async def test_a_pool_whose_owner_ended_is_forgotten(pair: Pair) -> None:
     await pair.clients.pools.obtain(pair.owner.node.incarnation)
     await pair.pool.close()
     await until(lambda: len(pair.clients.pools) == 0)
-    await falls_back(pair, "not on this host")
+    await falls_back(pair, "not offered on this host")
 
 
 async def test_where_only_memory_will_do_the_pull_fails(free_port: int) -> None:
@@ -275,6 +280,57 @@ async def test_a_block_that_the_owner_s_memory_has_not_fails_the_pull(
     pair.compute(ticket)
     await until(lambda: pull in pair.puller.drained)
     assert pair.puller.failed[pull] is Reason.COPY_FAILED
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text("utf-8").count("memfd:pagewire")
+
+
+@pytest.mark.parametrize("transport", ["memfd", "grpc"])
+async def test_thousands_of_transfers_with_cancellations_leave_nothing_behind(transport: str, free_port: int) -> None:
+    rng = random.Random(3)
+    pair = Pair(free_port, num_blocks=512)
+    await pair.server.start()
+    pair.pool.start()
+    numbers = iter(range(TRANSFERS))
+    right = cancelled = 0
+
+    async def one(number: int) -> None:
+        nonlocal right, cancelled
+        ticket = pair.owner.accept(RequestKey(number, 1), rng.randint(1, 8), 0.0)
+        pull = pair.start(ticket, RequestKey(number, 1, 1), transport)
+        leaves = rng.random() < 0.3
+        if leaves and rng.random() < 0.5:
+            await asyncio.sleep(rng.random() * 0.01)
+        expected = pair.compute(ticket) if ticket.id in pair.owner.tables else []
+        if leaves:
+            await asyncio.sleep(rng.random() * 0.02)
+            if pull not in pair.puller.ready:
+                pair.cancel(pull)
+        await until(lambda: pull in pair.puller.ready or pull in pair.puller.drained)
+        if pull in pair.puller.ready:
+            assert pair.puller.data(pull) == expected
+            pair.puller.end(pull)
+            right += 1
+        else:
+            cancelled += 1
+        if ticket.id in pair.owner.tables and not pair.puller.ready.get(pull):
+            pair.at_owner(pair.owner.revoke(ticket.id, time.monotonic()))
+
+    async def worker() -> None:
+        for number in numbers:
+            await one(number)
+
+    await one(next(numbers))
+    before, mapped = psutil.Process().num_fds(), mappings()
+    await asyncio.gather(*(worker() for _ in range(48)))
+    await until(lambda: not pair.owner.tables)
+    await pair.over()
+    assert psutil.Process().num_fds() <= before and mappings() <= mapped
+    assert pair.owner.pool.available == pair.puller.pool.available == 512
+    assert not pair.puller.failed and right > 0.7 * TRANSFERS and cancelled > 0.05 * TRANSFERS
+    await pair.close()
+    assert right + cancelled == TRANSFERS
 
 
 def test_whoever_gets_the_descriptor_can_neither_write_nor_resize() -> None:

@@ -195,7 +195,7 @@ def test_the_demo_answers_reports_and_leaves_nothing(model_cache: Path) -> None:
     for phase in ("model", "router", "prefill-1", "decode-1"):
         assert re.search(rf"^{phase} .*\(\d+\.\d s\)$", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"time to first token +\d+\.\d+ s", done.stdout)
-    assert re.search(r"KV moved +[1-9]\d* blocks, [1-9][\d,]* bytes, by grpc", done.stdout), done.stdout
+    assert re.search(r"KV moved +[1-9]\d* blocks, [1-9][\d,]* bytes, by memfd", done.stdout), done.stdout
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", topology.port)) != 0, "the router is gone"
 

@@ -139,7 +139,7 @@ def _parser(role: Role) -> Parser:
     add(
         "--transport",
         choices=TRANSPORTS,
-        default="grpc",
+        default=TRANSPORTS[0],
         help="how KV blocks move: memfd is this host's shared memory; auto takes it where it can (%(default)s)",
     )
     add(

@@ -202,7 +202,7 @@ class Pools:
             raise NoPool("no answer") from error
         except ConnectionRefusedError as error:
             peer.close()
-            raise NoPool("not on this host") from error
+            raise NoPool("not offered on this host") from error
         except OSError as error:
             peer.close()
             raise NoPool(f"no descriptor: {error.strerror}") from error

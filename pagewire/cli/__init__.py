@@ -79,9 +79,7 @@ def up(
     row_tile: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Deterministic mode: rows per linear, such as 16.")
     ] = None,
-    transport: Annotated[
-        str | None, typer.Option(help="How KV blocks move: auto, memfd (this host's shared memory) or grpc.")
-    ] = None,
+    transport: Annotated[str | None, typer.Option(help="How KV blocks move: auto, memfd or grpc.")] = None,
     kv_digest: Annotated[str | None, typer.Option(help="on or off: compare copied bytes with their owner's.")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Where converted models are kept.")] = None,
     grace: Annotated[
