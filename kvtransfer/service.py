@@ -285,7 +285,8 @@ class PullClients:
                 await self._talk(pull, stream, address, message)
         finally:
             stream.outbound.close()
-            if stream.copying is not None:  # it ends by itself, and nothing may be said before
+            stream.copies.clear()
+            if stream.copying is not None:  # it ends with the slices under way, and nothing may be said before
                 await asyncio.wait([stream.copying])
             del self._streams[pull]
             self._apply(self._core.pull_stream_closed(pull, time.monotonic()))
