@@ -38,7 +38,9 @@ def seconds_until(what: str, model: str, threads: int) -> float:
     port = free_port()
     argv = [sys.executable, "-m", module, "--port", str(port), "--model", model, "--exit-with-parent"]
     argv += (
-        ["--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1"] if module == "router" else ["--threads", str(threads)]
+        ["--http-port", "0", "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1"]
+        if module == "router"
+        else ["--threads", str(threads)]
     )
     started = time.monotonic()
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

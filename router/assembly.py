@@ -1,7 +1,7 @@
 """Puts the router together once its port is open, runs it, and drains it.
 
-Owns the tasks: ticks, sessions, readiness, counts. The order is fixed: the model's text, then the workers, then
-ready. This module imports everything heavy, so __main__ loads it after the process answers its health check.
+Owns the tasks: ticks, sessions, readiness, counts, the HTTP door. The order is fixed: model, workers,
+then ready. This module imports everything heavy, so __main__ loads it after the process answers its health check.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+import socket
 import time
 from collections.abc import Callable
 
@@ -16,7 +17,9 @@ from router.config import CannotServe, Settings
 from router.dispatch import Dispatcher
 from router.driver import Driver
 from router.front import Deadlines, Front
-from router.metrics import Counts
+from router.metrics import Counts, Standing
+from router.openai.app import build_app
+from router.openai.server import serve
 from router.preparing import ServedModel, prepare
 from router.servicer import GenerationService
 from router.sessions import Sessions
@@ -34,9 +37,9 @@ PATIENCE_S = 5.0  # how often it is said why nothing can be served, if that has 
 
 
 class Router:
-    """`say` prints one line for whoever started the process."""
+    """`http` listens already and stays its owner's; `say` prints one line for whoever started the process."""
 
-    def __init__(self, settings: Settings, health: Health, say: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, health: Health, http: socket.socket, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._health = health
         self._say = say
@@ -48,10 +51,16 @@ class Router:
         deadlines = Deadlines(settings.default_deadline, settings.max_deadline)
         self._front = Front(self._model.get, self._driver, self._counts, deadlines)
         self.service = GenerationService(self._front)
+        self._counts.registry.register(Standing(self._dispatcher, lambda: self._sessions.absent))
+        self._http = http
+        self._stopping = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set and what was running has ended, or had its grace. Raises CannotServe."""
+        security = self._settings.security
+        app = build_app(self._front, self._ready, self._counts.registry, self._settings.api_key or security.token)
         work = [self._driver.run(), self._serve(), self._watch(stop), self._counts.report()]
+        work.append(serve(app, self._http, security))
         tasks = [asyncio.create_task(each) for each in work]
         stopping = asyncio.create_task(self._until_drained(stop))
         try:
@@ -80,7 +89,7 @@ class Router:
         """Health says ready exactly while a request could be served. Whoever waits long for it hears why."""
         was_ready, said, since = False, "", time.monotonic()
         while True:
-            ready = self._model.ready and self._dispatcher.workers.ready() and not stop.is_set()
+            ready = self._ready()
             if ready != was_ready:
                 await self._health.set_ready(ready)
                 said = "ready" if ready else self._not_ready(stop)
@@ -92,6 +101,9 @@ class Router:
                     said = why
                     self._say(said)
             await asyncio.sleep(LOOK_S)
+
+    def _ready(self) -> bool:
+        return self._model.ready and self._dispatcher.workers.ready() and not self._stopping
 
     def _not_ready(self, stop: asyncio.Event) -> str:
         if stop.is_set():
@@ -107,6 +119,7 @@ class Router:
 
     async def _until_drained(self, stop: asyncio.Event) -> None:
         await stop.wait()
+        self._stopping = True
         self._dispatcher.close()
         grace = self._settings.grace
         until = time.monotonic() + grace

@@ -30,6 +30,8 @@ class Settings:
     names: Sequence[str] = ()
     host: str = "127.0.0.1"
     port: int = 50051
+    http_port: int = 8000
+    api_key: str | None = field(default=None, repr=False)  # of the HTTP port; None leaves it to the deployment's token
     targets: Sequence[tuple[Role, str]] = ()  # host:port of workers; a DNS name stands for all its addresses
     cache_dir: Path | None = None
     grace: float = 30.0
@@ -52,6 +54,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         names=tuple(_split(given.served_model_name)),
         host=given.host,
         port=given.port,
+        http_port=given.http_port,
+        api_key=_key(given.api_key),
         targets=tuple(dict.fromkeys(targets)),
         cache_dir=given.cache_dir,
         grace=given.grace,
@@ -84,6 +88,8 @@ def _parser() -> Parser:
     add("--served-model-name", action="append", help="what clients call it (repeat, or separate by commas)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=whole(0, 65535), default=50051, help="gRPC port; 0 lets the system choose (%(default)s)")
+    add("--http-port", type=whole(0, 65535), default=8000, help="of OpenAI's API and /metrics (%(default)s)")
+    add("--api-key", help="what HTTP clients must show; better in PAGEWIRE_API_KEY (default: the deployment's token)")
     add("--prefill", action="append", metavar="HOST:PORT", help="prefill workers (repeat, or separate by commas)")
     add("--decode", action="append", metavar="HOST:PORT", help="decode workers; a name stands for all its addresses")
     add("--max-concurrent-requests", type=whole(1, 65536), default=core.max_concurrent_requests)
@@ -97,6 +103,12 @@ def _parser() -> Parser:
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add_security_flags(parser)
     return parser
+
+
+def _key(key: str | None) -> str | None:
+    if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
+        raise BadOption("--api-key must be one line of printable ASCII")
+    return key
 
 
 def _targets(role: Role, values: Sequence[str] | None) -> list[tuple[Role, str]]:

@@ -39,6 +39,7 @@ class Dispatcher:
         self.workers = Workers(now)
         self.flows: dict[int, Flow] = {}  # oldest first
         self.links: Counter[tuple[str, str]] = Counter()  # failed copies by (prefill, decode) address
+        self.picks: Counter[tuple[Role, str]] = Counter()  # placements by (role, address)
         self.ignored: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()  # by code
         self._rng = rng
@@ -51,6 +52,11 @@ class Dispatcher:
     @property
     def idle(self) -> bool:
         return not self.flows
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no worker has: in the queue, or wanting a worker."""
+        return len(self._queue.keys() | self._waiting.keys())
 
     # ---- the front ------------------------------------------------------------------------------------------
 
@@ -256,12 +262,18 @@ class Dispatcher:
         company = self._suspects.company(flow, role, rested, self.workers.eligible(role))
         if role is Role.DECODE:
             chosen = policy.pick_decode(company, self._rng)
-            return flow.start_decode(chosen.address, now) if chosen else []
+            if chosen is None:
+                return []
+            self.picks[role, chosen.address] += 1
+            return flow.start_decode(chosen.address, now)
         tokens = [*flow.asked.prompt_ids, *flow.log]
         known = len(company) > 1 and any(worker.hashes for worker in company)
         hashes = policy.prompt_hashes(company[0], flow.asked.namespace, tokens) if known else []
         chosen = policy.pick_prefill(company, tokens, hashes)
-        return flow.start_prefill(chosen.address, now) if chosen else []
+        if chosen is None:
+            return []
+        self.picks[role, chosen.address] += 1
+        return flow.start_prefill(chosen.address, now)
 
     def _resolve(self, flow: Flow, now: float) -> list[FlowAction]:
         """max_tokens, if nobody was there to ask at submit; a request that turns out not to fit ends here."""

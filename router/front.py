@@ -46,12 +46,19 @@ class Front:
 
     async def begin(self, checked: CheckedRequest, model: TextModel, remaining: float | None) -> Generation:
         """Tokenizes and submits every choice. Whoever gets the generation closes it. `remaining` is in seconds."""
+        try:
+            return await self._begin(checked, model, self._deadlines.of(remaining))
+        except RequestError as error:
+            self._counts.refused(error.code)
+            raise
+
+    async def _begin(self, checked: CheckedRequest, model: TextModel, deadline: float) -> Generation:
         prompt = await self.encode(checked.source, model)
         check_prompt(prompt, checked.params)
         generation = Generation(checked, prompt, model, Call(self._driver), self._counts)
         submitted = False
         try:
-            generation.submit(self._deadlines.of(remaining))
+            generation.submit(deadline)
             submitted = True
         except Rejected as error:
             raise RequestError.from_rejected(error) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 import uuid
 from collections.abc import Sequence
 
@@ -50,10 +51,17 @@ class Generation:
         self._seed = 0
         self._outcomes: dict[int, Outcome] = {}
         self._error: RequestError | None = None
+        self._submitted_at = time.monotonic()
+        self._last_at: dict[int, float] = {}  # when each choice's last tokens came
+        self._submitted = 0
         self._answers = [
             Answer(model.tokenizer, prompt.token_ids, checked.params, checked.output, checked.resume)
             for _ in range(checked.params.n)
         ]
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        return self._prompt.token_ids
 
     @property
     def over(self) -> bool:
@@ -73,6 +81,7 @@ class Generation:
             )
             request = RouterRequest(self._prompt.token_ids, params, deadline, checked.namespace, checked.resume)
             self._call.submit(request)
+            self._submitted += 1
             if index == 0:
                 self._seed = self._call.seed(0)
         self._counts.started(len(self._prompt.token_ids))
@@ -103,6 +112,8 @@ class Generation:
 
     def close(self) -> None:
         self._call.close()
+        self._counts.left(self._submitted - len(self._outcomes))
+        self._submitted = len(self._outcomes)
 
     # ---- messages -------------------------------------------------------------------------------------------
 
@@ -186,6 +197,7 @@ class Generation:
         answer = self._answers[index]
         if emits:
             self._note_first(index, emits[0])
+            self._count(index, sum(len(emit.tokens) for emit in emits))
         failed = outcome is not None and outcome.code != "OK"
         answer.extend([token for emit in emits for token in emit.tokens], None if failed else outcome)
         if outcome is None:
@@ -193,11 +205,17 @@ class Generation:
                 self._call.stop(index)
             return
         self._outcomes[index] = outcome
-        self._counts.ended(outcome, answer.tokens)
+        self._counts.ended(outcome, answer.tokens, time.monotonic() - self._submitted_at)
         if failed and answer.stopped is None:
             self._error = RequestError.from_outcome(outcome)
         elif failed:  # a stop string had ended it already: whatever went wrong after that is nobody's loss
             answer.extend((), dataclasses.replace(outcome, code="OK", finish_reason=FinishReason.STOP))
+
+    def _count(self, index: int, tokens: int) -> None:
+        now = time.monotonic()
+        last = self._last_at.get(index)
+        self._counts.emitted(tokens, None if last is None else now - last)
+        self._last_at[index] = now
 
     def _note_first(self, index: int, emit: Emit) -> None:
         """Prompt logprobs come with choice 0 alone; without them any choice may be the first."""

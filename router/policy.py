@@ -11,7 +11,9 @@ import random
 from collections.abc import Sequence
 
 from engine.prefix_cache import chain, root_digest
-from router.workers import Worker
+from router.workers import Role, Worker
+
+POLICIES = {Role.PREFILL: "least_work", Role.DECODE: "two_choices"}  # their names, for whoever counts picks
 
 
 def pick_prefill(workers: Sequence[Worker], token_ids: Sequence[int], hashes: Sequence[bytes]) -> Worker | None:

@@ -1,6 +1,6 @@
 """The router's process, from its first line to its exit code.
 
-The port is open and the process answers its health check before anything heavy is imported: alive at once, ready
+The ports are open and the process answers its health check before anything heavy is imported: alive at once, ready
 when the model's text and a worker of each stage are there. A mistake of the user ends it with one sentence and exit
 code 2. The first signal drains, the second ends at once.
 """
@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -24,12 +25,12 @@ from router.config import CannotServe, Settings, parse
 from wire.channel import open_server
 from wire.flags import BadOption
 from wire.health import Health
-from wire.ports import PortTaken, at, bind, check_free
+from wire.ports import PortTaken, at, bind, check_free, listen
 from wire.security import InsecureAddress
 
 FLUSH_S = 2.0  # how long streams may take to send their last messages
 _PR_SET_PDEATHSIG = 1
-_THE_REST = ("wire.logs", "router.assembly")
+_THE_REST = ("wire.logs", "router.assembly")  # all that is heavy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,6 +64,7 @@ async def _run(settings: Settings, began: float) -> None:
     stop = asyncio.Event()
     _on_signals(stop)
     late: list[Any] = []
+    http = _listen(settings)
     server = open_server(settings.security, internal=False)
     health = Health(server, [border.SERVICE])
     border.add_to_server(lambda: late[0] if late else None, server)
@@ -70,16 +72,26 @@ async def _run(settings: Settings, began: float) -> None:
     port = bind(server, settings.host, settings.port, settings.security)
     await server.start()
     await health.start()
+    _say(f"HTTP on {at(settings.host, http.getsockname()[1])}")
     _say(f"alive on {at(settings.host, port)} after {time.monotonic() - began:.1f} s")
     try:
         logs, assembly = [await asyncio.to_thread(importlib.import_module, name) for name in _THE_REST]
         logs.configure("router", settings.log_level)
-        router = assembly.Router(settings, health, _say)
+        router = assembly.Router(settings, health, http, _say)
         late.append(router.service)
         await router.run(stop)
     finally:
+        http.close()
         await server.stop(FLUSH_S)
     _say("stopped")
+
+
+def _listen(settings: Settings) -> socket.socket:
+    """Before anything is started, so that a port that is taken ends it at once. Answers come from assembly's door."""
+    try:
+        return listen(settings.host, settings.http_port, settings.security)
+    except PortTaken as error:
+        raise PortTaken(str(error).replace("--port", "--http-port")) from None
 
 
 def _on_signals(stop: asyncio.Event) -> None:

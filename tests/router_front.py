@@ -200,6 +200,8 @@ class Front:
     driver: Driver
     workers: FakeWorkers
     service: GenerationService
+    core: front.Front
+    counts: Counts
 
     def encode(self, text: str) -> list[int]:
         return self.model.tokenizer.encode(text, False)
@@ -219,7 +221,9 @@ async def running_front(
     dispatcher = Dispatcher(config or RouterConfig(), random.Random(5), time.monotonic())
     fake = FakeWorkers(script, **workers)  # type: ignore[arg-type]
     driver = Driver(dispatcher, fake.send)
-    service = GenerationService(front.Front(lambda: model, driver, Counts(), deadlines or front.Deadlines()))
+    counts = Counts()
+    core = front.Front(lambda: model, driver, counts, deadlines or front.Deadlines())
+    service = GenerationService(core)
     server = open_server(Security(), internal=False)
     health = Health(server, [border.SERVICE])
     border.add_to_server(lambda: service, server)
@@ -232,7 +236,7 @@ async def running_front(
     address = f"127.0.0.1:{port}"
     channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
     try:
-        yield Front(address, channel, model, driver, fake, service)
+        yield Front(address, channel, model, driver, fake, service, core, counts)
         await _until(lambda: dispatcher.idle)
         dispatcher.audit()
         assert not driver._calls, "a call is still waiting"

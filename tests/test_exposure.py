@@ -1,4 +1,4 @@
-"""What a stranger reaches: no method of any service without the deployment's token, no port but each process's own."""
+"""What a stranger reaches: no method of any service without the deployment's token, no ports but each process's own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import httpx
 import psutil
 import pytest
 from cluster import Cluster, make_topology
@@ -82,6 +83,14 @@ async def test_no_method_answers_without_the_token(guarded: Cluster, name: str) 
     assert refused == SERVICES[name] | ALWAYS
 
 
+def test_over_http_the_deployments_token_is_the_key(guarded: Cluster) -> None:
+    url = guarded.topology.url
+    refused = httpx.get(f"{url}/v1/models")
+    assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer"
+    assert httpx.get(f"{url}/v1/models", headers=dict([TOKEN])).status_code == 200
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
 async def test_with_the_token_the_processes_serve_each_other(guarded: Cluster) -> None:
     """Readiness of the router says that it is attached to both stages."""
     assert all(guarded.ready(name) for name in guarded.programs)
@@ -97,7 +106,8 @@ def test_each_process_listens_on_its_own_port_of_the_loopback_address_alone(clus
             for connection in each.net_connections("inet")
             if connection.status == psutil.CONN_LISTEN
         }
-        assert listening == {program.address}, f"{name} listens on {listening}"
+        own = {program.address} | ({cluster.topology.url.removeprefix("http://")} if name == "router" else set())
+        assert listening == own, f"{name} listens on {listening}"
         assert program.address.startswith("127.0.0.1:")
         datagrams = [each for each in process.net_connections("udp") if each.laddr]
         assert not datagrams, f"{name} has {datagrams}"

@@ -155,7 +155,7 @@ def up_flags(topology: Topology) -> list[str]:
     return [
         *("--model", topology.model, "--kv-memory", "16MiB", "--port", str(topology.port)),
         *("--prefill-port", str(topology.prefill_port), "--decode-port", str(topology.decode_port)),
-        *("--cache-dir", str(topology.cache_dir)),
+        *("--http-port", str(topology.http_port), "--cache-dir", str(topology.cache_dir)),
     ]
 
 

@@ -30,14 +30,14 @@ from router.preparing import Prepared
 from router.workers import Role
 from wire.channel import open_channel, open_server
 from wire.health import Health, is_ready
-from wire.ports import bind
+from wire.ports import bind, listen
 from wire.security import Security
 
 ROOT = Path(__file__).parent.parent
 
 
 def start(*flags: str, **options: object) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "router", *flags]
+    argv = [sys.executable, "-m", "router", "--http-port", "0", *flags]
     return subprocess.Popen(
         argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **options
     )  # type: ignore[call-overload,no-any-return]
@@ -117,7 +117,8 @@ def test_a_bad_flag_is_one_sentence() -> None:
 
 
 def test_it_ends_with_its_parent(free_port: int, tmp_path: Path) -> None:
-    flags = ["--model", "random:tiny", "--cache-dir", str(tmp_path), "--port", str(free_port), "--exit-with-parent"]
+    flags = ["--model", "random:tiny", "--cache-dir", str(tmp_path), "--port", str(free_port)]
+    flags += ["--http-port", "0", "--exit-with-parent"]
     code = (
         f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-m', 'router', *{flags!r}]); time.sleep(60)"
     )
@@ -163,7 +164,8 @@ async def running(directory: Path, monkeypatch: pytest.MonkeyPatch, grace: float
     server = open_server(Security(), internal=False)
     health = Health(server, [border.SERVICE])
     said: list[str] = []
-    router = assembly.Router(Settings("fake", targets=targets, grace=grace), health, said.append)
+    http = listen("127.0.0.1", 0, Security())
+    router = assembly.Router(Settings("fake", targets=targets, grace=grace), health, http, said.append)
     border.add_to_server(lambda: router.service, server)
     port = bind(server, "127.0.0.1", 0, Security())
     await server.start()
@@ -178,6 +180,7 @@ async def running(directory: Path, monkeypatch: pytest.MonkeyPatch, grace: float
     finally:
         it.task.cancel()
         await asyncio.gather(it.task, return_exceptions=True)
+        http.close()
         await server.stop(1)
         for stage in stages:
             await stage.die()

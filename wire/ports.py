@@ -38,6 +38,20 @@ def bind(server: grpc.aio.Server, host: str, port: int, security: Security) -> i
     return bound
 
 
+def listen(host: str, port: int, security: Security) -> socket.socket:
+    """A TCP socket that listens at host:port, for a server that is not gRPC's. Raises as `bind` does."""
+    security.check_host(host)
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host.strip("[]"), port))
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        raise PortTaken(taken_sentence(host, port)) from error
+    return listening
+
+
 def check_free(host: str, port: int) -> None:
     """Raises PortTaken if nothing could listen at host:port now."""
     if port and not is_free(host, port):

@@ -18,8 +18,10 @@ from pagewire.cli.failure import CommandFailed
 from pagewire.cli.flags import (
     DEFAULT_ADDRESS,
     Address,
+    ApiKey,
     Insecure,
     MaxTokens,
+    RowTile,
     Seed,
     Temperature,
     TlsCa,
@@ -57,6 +59,8 @@ def up(
     decode: Annotated[int, typer.Option(min=1, help="How many decode workers.")] = 1,
     host: Annotated[str, typer.Option(help="Where the router listens; workers stay on 127.0.0.1.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The router's gRPC port.")] = 50051,
+    http_port: Annotated[int, typer.Option(help="The router's HTTP port: OpenAI's API and /metrics.")] = 8000,
+    api_key: ApiKey = None,
     prefill_port: Annotated[int, typer.Option(help="Of the first prefill worker; the n-th adds n - 1.")] = 50061,
     decode_port: Annotated[int, typer.Option(help="Of the first decode worker; the n-th adds n - 1.")] = 50071,
     threads: Annotated[
@@ -76,9 +80,7 @@ def up(
     dtype: Annotated[
         str | None, typer.Option(help="auto, float32, bfloat16 or float16 (default: auto, float32 on the CPU).")
     ] = None,
-    row_tile: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Deterministic mode: rows per linear, such as 16.")
-    ] = None,
+    row_tile: RowTile = None,
     transport: Annotated[str | None, typer.Option(help="How KV blocks move: auto, memfd or grpc.")] = None,
     kv_digest: Annotated[str | None, typer.Option(help="on or off: compare copied bytes with their owner's.")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Where converted models are kept.")] = None,
@@ -99,6 +101,8 @@ def up(
 
     # Before grpc loads, here and in every child: it is never used across a fork, and would complain about each.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    if api_key is not None:  # the router reads it there: everybody on this machine can see a command line
+        os.environ["PAGEWIRE_API_KEY"] = api_key
     from pagewire.cli.deployment import Topology
     from pagewire.cli.up import up as run_up
     from wire.flags import SecurityFlags
@@ -107,6 +111,7 @@ def up(
         model=model,
         host=host,
         port=port,
+        http_port=http_port,
         prefill=prefill,
         decode=decode,
         prefill_port=prefill_port,

@@ -37,6 +37,7 @@ class Topology:
     model: str
     host: str = "127.0.0.1"
     port: int = 50051
+    http_port: int = 8000
     prefill: int = 1
     decode: int = 1
     prefill_port: int = 50061
@@ -65,6 +66,11 @@ class Topology:
         """Where a client on this machine reaches the router."""
         return at(self.client_host, self.port)
 
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches the router by HTTP."""
+        return f"http{'s' if self.security.tls_cert else ''}://{at(self.client_host, self.http_port)}"
+
     def workers(self) -> Iterator[tuple[str, int, int]]:
         """(role, number from 1, port): the n-th worker of a kind adds n - 1 to its kind's port."""
         for role, count, first in (
@@ -86,6 +92,7 @@ def programs(topology: Topology) -> list[Program]:
         argv = (*python, MODULES[role], "--host", WORKER_HOST, "--port", str(port), *_worker_flags(topology))
         workers.append(Program(f"{role}-{number}", role, argv, address, WORKER_SERVICES[role]))
     argv = (*python, "router", "--host", topology.host, "--port", str(topology.port), *_model_flags(topology))
+    argv += ("--http-port", str(topology.http_port))
     for role, known in addresses.items():
         argv += (f"--{role}", ",".join(known))
     return [Program("router", "router", argv, topology.address, ROUTER_SERVICE), *workers]
@@ -131,6 +138,7 @@ def check_ports(topology: Topology) -> None:
     """Raises CommandFailed naming the first taken port, who holds it, and the flag that chooses another."""
     wanted = [("--port", topology.host, topology.port)]
     wanted += [(f"--{role}-port", WORKER_HOST, port) for role, _, port in topology.workers()]
+    wanted.append(("--http-port", topology.host, topology.http_port))
     seen: dict[int, str] = {}
     for flag, host, port in wanted:
         if not 1 <= port <= 65535:

@@ -20,6 +20,16 @@ Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, help="0 always ta
 TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this total mass.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same text.")]
 
+RowTile = Annotated[int | None, typer.Option(min=1, max=1024, help="Deterministic mode: rows per linear, such as 16.")]
+
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="PAGEWIRE_API_KEY",
+        help="What HTTP clients must show (default: the deployment's token, if any).",
+        rich_help_panel=SECURITY,
+    ),
+]
 TokenFile = Annotated[
     Path | None,
     typer.Option(envvar="PAGEWIRE_TOKEN_FILE", help="File with the deployment's token.", rich_help_panel=SECURITY),

@@ -36,6 +36,7 @@ async def print_deployment(topology: Topology, security: Security, log_dir: Path
         "",
         f"pagewire {metadata.version('pagewire')} is ready",
         f"  gRPC       {topology.address}   pagewire.v1.GenerationService, health and reflection",
+        f"  HTTP       {topology.url}   OpenAI's API under /v1, /metrics, /health",
         f"  model      {topology.model}, {dtypes}",
         *(f"  {worker.role:<10} {worker.address}   {pool(worker)}" for worker in by_role(info)),
         f"  transport  {transport(info)}",

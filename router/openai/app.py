@@ -1,0 +1,177 @@
+"""The routes of the HTTP door. Each reads its body's types, has it checked, and answers in OpenAI's words.
+
+Every rule is validate.py's and every generation goes through front.py, as on gRPC. Holds no state of a request.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from engine.types import InvalidField
+from router.front import Front
+from router.openai.asked import chat_asked, completion_asked, tokenize_asked, tokens_asked
+from router.openai.border import Border
+from router.openai.errors import bad_body, encoded, error_response
+from router.openai.reply import Reply, Stream
+from router.openai.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody
+from router.openai.shapes import ChatShape, CompletionShape
+from router.status import RequestError
+from router.text.model import TextModel
+from router.validate import check_model, invalid
+
+
+def build_app(front: Front, ready: Callable[[], bool], registry: CollectorRegistry, key: str | None) -> FastAPI:
+    """`key` is what clients must show; None asks for nothing."""
+    app = FastAPI(title="Pagewire", version=metadata.version("pagewire"), docs_url=None, redoc_url=None)
+    app.add_middleware(Border, key=key)
+    app.add_exception_handler(RequestError, _refused)
+    app.add_exception_handler(InvalidField, _invalid)
+    app.add_exception_handler(RequestValidationError, _bad_body)
+    app.add_exception_handler(HTTPException, _http_error)
+    routes = Routes(front, ready, registry)
+    app.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/completions", routes.completions, methods=["POST"], response_model=None)
+    for prefix in ("", "/v1"):
+        app.add_api_route(f"{prefix}/tokenize", routes.tokenize, methods=["POST"], response_model=None)
+        app.add_api_route(f"{prefix}/detokenize", routes.detokenize, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/models", routes.models, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/models/{name:path}", routes.model, methods=["GET"], response_model=None)
+    for path, route in (
+        ("/health", routes.health),
+        ("/ping", routes.health),
+        ("/version", routes.version),
+        ("/metrics", routes.metrics),
+    ):
+        app.add_api_route(path, route, methods=["GET"], response_model=None)
+    return app
+
+
+class Routes:
+    def __init__(self, front: Front, ready: Callable[[], bool], registry: CollectorRegistry) -> None:
+        self._front = front
+        self._ready = ready
+        self._registry = registry
+        self._started_at = int(time.time())
+
+    # ---- generating -----------------------------------------------------------------------------------------
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        model, request_id = self._front.model(), _request_id(request)
+        asked = chat_asked(body, request_id, model)
+        shape = ChatShape(model.tokenizer, bool(body.logprobs), bool(body.return_token_ids))
+        if body.stream:
+            return Stream(self._front, model, [asked], shape, request_id, **_usage_of(body))
+        return Reply(self._front, model, [asked], shape, request_id)
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        model, request_id = self._front.model(), _request_id(request)
+        asked = completion_asked(body, request_id, model)
+        shape = CompletionShape(model.tokenizer, body.logprobs is not None, bool(body.return_token_ids))
+        if body.stream:
+            return Stream(self._front, model, asked, shape, request_id, **_usage_of(body))
+        return Reply(self._front, model, asked, shape, request_id)
+
+    # ---- text -----------------------------------------------------------------------------------------------
+
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        model = self._front.model()
+        prompt = await self._front.encode(tokenize_asked(body, model), model, body.add_special_tokens is not False)
+        tokens = list(prompt.token_ids)
+        return _json({"count": len(tokens), "max_model_len": self._front.max_model_len(model), "tokens": tokens})
+
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        model = self._front.model()
+        return _json({"prompt": await model.decode(tokens_asked(body.model, body.tokens, model))})
+
+    # ---- about this server ----------------------------------------------------------------------------------
+
+    async def models(self) -> Response:
+        model = self._front.model()
+        return _json({"object": "list", "data": [self._card(name, model) for name in model.names]})
+
+    async def model(self, name: str) -> Response:
+        model = self._front.model()
+        check_model(name, model)
+        return _json(self._card(name, model))
+
+    async def health(self) -> Response:
+        if not self._ready():
+            raise RequestError("UNAVAILABLE", "the router is not ready: see its log or `pagewire ps`", retry_after=1.0)
+        return Response()
+
+    async def version(self) -> Response:
+        return _json({"version": metadata.version("pagewire")})
+
+    async def metrics(self) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    def _card(self, name: str, model: TextModel) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started_at,
+            "owned_by": "pagewire",
+            "root": model.names[0],
+            "parent": None,
+            "max_model_len": self._front.max_model_len(model),
+        }
+
+
+def _request_id(request: Request) -> str:
+    """The client's own, which comes back to it, or a new one. Never a key."""
+    return request.headers.get("x-request-id", "") or uuid.uuid4().hex
+
+
+def _usage_of(body: Sampled) -> dict[str, bool]:
+    options = body.stream_options
+    include = bool(options and options.include_usage)
+    return {"include_usage": include, "usage_always": bool(include and options and options.continuous_usage_stats)}
+
+
+def _json(value: Any) -> Response:
+    return Response(encoded(value), media_type="application/json")
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError), "it is registered for these"
+    return error_response(error)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, InvalidField), "it is registered for these"
+    return error_response(invalid(error))
+
+
+async def _bad_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError), "it is registered for these"
+    return error_response(bad_body(error.errors()))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the framework refuses: an unknown path, a wrong method, a body that is too large or cannot be read."""
+    assert isinstance(error, HTTPException), "it is registered for these"
+    place = f"{request.method} {request.url.path[:200]}"
+    sentence = {
+        400: "the body is not JSON that can be read: it nests too deep, or has a number that is too long",
+        404: f"there is no {place} here",
+        405: f"{place} is not allowed",
+    }.get(error.status_code, error.detail)
+    code = "NOT_FOUND" if error.status_code == 404 else "INVALID_ARGUMENT"
+    reason = {413: "BODY_TOO_LARGE", 400: "BAD_JSON"}.get(error.status_code, "")
+    response = error_response(RequestError(code, sentence, reason=reason), error.status_code)
+    response.headers.update(error.headers or {})
+    return response

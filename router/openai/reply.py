@@ -1,0 +1,206 @@
+"""The answer to one call, whole or as a stream of server-sent events, for one prompt or several.
+
+Owns the call's generations from their submit to their close, whatever ends it: the last token, an error, or a client
+that left, which is noticed at once, also while nothing is being sent. Credit goes back to a generation only for what
+the connection has taken, so that a slow reader slows its own request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router.answer import Piece
+from router.front import Front
+from router.generation import AT_ONCE, Generation, joined
+from router.openai.errors import encoded, error_body
+from router.openai.shapes import Shape, usage
+from router.status import RequestError
+from router.text.model import TextModel
+from router.validate import CheckedRequest
+
+MOST_SEND_S = 60.0  # the dispatcher ends a request whose client lags much sooner; this ends the call itself
+DONE = b"data: [DONE]\n\n"
+
+Pieces = Sequence[tuple[int, Piece]]
+
+
+class TooSlow(Exception):
+    """The client has read nothing for MOST_SEND_S."""
+
+
+class Reply(Response):
+    """An ASGI response. Errors before its first byte are raised, for the border to answer."""
+
+    def __init__(
+        self, front: Front, model: TextModel, asked: Sequence[CheckedRequest], shape: Shape, request_id: str
+    ) -> None:
+        super().__init__()
+        self._front = front
+        self._model = model
+        self._asked = asked
+        self._shape = shape
+        self._request_id = request_id
+        self._generations: list[Generation] = []
+        self._head = {
+            "id": shape.id_prefix + request_id,
+            "object": shape.kind,
+            "created": int(time.time()),
+            "model": model.names[0],
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.ensure_future(self._answer(send))
+        gone = asyncio.ensure_future(_disconnect(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            work.cancel()
+            gone.cancel()
+            for generation in self._generations:  # in this turn of the loop: workers hear of it with the next message
+                generation.close()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def _answer(self, send: Send) -> None:
+        for asked in self._asked:
+            try:
+                self._generations.append(await self._front.begin(asked, self._model, None))
+            except RequestError as error:
+                if error.reason == "TOOLONG":
+                    error.field = "max_tokens" if "max_tokens" in error.facts else self._shape.prompt_field
+                raise
+        await self._send_answer(send)
+
+    async def _send_answer(self, send: Send) -> None:
+        """The whole answer at once."""
+        parts: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+        async with aclosing(self._pieces()) as news:
+            async for number, pieces in news:
+                for index, piece in pieces:
+                    parts[number, index].append(piece)
+                    self._generations[number].consumed(index)
+        answer: dict[str, Any] = {**self._head, "choices": []}
+        for (number, index), each in sorted(parts.items()):
+            choice = self._shape.choice(self._place(number, index), joined(each))
+            answer["choices"].append(choice)
+            if self._shape.kind == "text_completion":
+                self._shape.prompt(choice, self._generations[number])
+        if self._shape.kind != "text_completion":
+            self._shape.prompt(answer, self._generations[0])
+        answer["usage"] = usage(self._generations)
+        await self._start(send, "application/json")
+        await _send(send, encoded(answer), more=False)
+
+    async def _start(self, send: Send, content_type: str) -> None:
+        headers = [(b"content-type", content_type.encode()), (b"x-request-id", self._request_id.encode("latin-1"))]
+        if content_type.startswith("text/"):
+            headers.append((b"cache-control", b"no-cache"))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    def _place(self, number: int, index: int) -> int:
+        """A choice's index in the answer: all choices of the first prompt come first."""
+        return number * self._asked[0].params.n + index
+
+    async def _pieces(self) -> AsyncGenerator[tuple[int, Pieces]]:
+        """What is new, with the number of its prompt, until every answer has ended."""
+        if len(self._generations) == 1:
+            generation = self._generations[0]
+            while not generation.over:
+                yield 0, await generation.pieces(AT_ONCE)
+            return
+        async with AsyncExitStack() as stack:
+            waits: dict[asyncio.Future[Pieces], int] = {}
+            stack.push_async_callback(_cancelled, waits)
+            for number, generation in enumerate(self._generations):
+                waits[asyncio.ensure_future(generation.pieces(AT_ONCE))] = number
+            while waits:
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                for future in done:
+                    number = waits.pop(future)
+                    yield number, future.result()
+                    if not self._generations[number].over:
+                        waits[asyncio.ensure_future(self._generations[number].pieces(AT_ONCE))] = number
+
+
+class Stream(Reply):
+    """Server-sent events: chunks as tokens come, the usage alone if asked for, [DONE]."""
+
+    def __init__(
+        self,
+        front: Front,
+        model: TextModel,
+        asked: Sequence[CheckedRequest],
+        shape: Shape,
+        request_id: str,
+        *,
+        include_usage: bool,
+        usage_always: bool,
+    ) -> None:
+        super().__init__(front, model, asked, shape, request_id)
+        self._head["object"] = shape.chunk_kind
+        self._include_usage = include_usage
+        self._usage_always = usage_always
+
+    async def _send_answer(self, send: Send) -> None:
+        started = False
+        try:
+            async with aclosing(self._pieces()) as news:
+                async for number, pieces in news:
+                    if data := b"".join(self._event(number, index, piece) for index, piece in pieces):
+                        if not started:
+                            started = True
+                            await self._start(send, "text/event-stream; charset=utf-8")
+                        await _send(send, data)
+                    for index, _ in pieces:
+                        self._generations[number].consumed(index)
+        except (RequestError, TooSlow) as error:
+            if not started or isinstance(error, TooSlow):
+                raise
+            await _send(send, _event(error_body(error)) + DONE, more=False)
+            return
+        last = _event({**self._head, "choices": [], "usage": usage(self._generations)}) if self._include_usage else b""
+        await _send(send, last + DONE, more=False)
+
+    def _event(self, number: int, index: int, piece: Piece) -> bytes:
+        """Nothing where the client would learn nothing: text may be held back."""
+        if not self._generations[number].shows(piece):
+            return b""
+        chunk = {**self._head, "choices": [self._shape.chunk(self._place(number, index), piece)]}
+        if self._usage_always:
+            chunk["usage"] = usage(self._generations)
+        elif self._include_usage:
+            chunk["usage"] = None
+        return _event(chunk)
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + encoded(value) + b"\n\n"
+
+
+async def _send(send: Send, body: bytes, more: bool = True) -> None:
+    """Returns when the connection has taken it, which a client that does not read prevents."""
+    try:
+        async with asyncio.timeout(MOST_SEND_S):
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+    except TimeoutError as error:
+        raise TooSlow(f"the client has read nothing for {MOST_SEND_S:g} s") from error
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancelled(waits: dict[asyncio.Future[Pieces], int]) -> None:
+    for future in waits:
+        future.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
