@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -136,7 +137,10 @@ async def test_bytes_that_changed_after_they_were_announced_fail_the_pull(pair: 
     assert pair.puller.failed[pull] is Reason.COPY_FAILED
 
 
-async def test_without_digests_the_owner_is_still_asked_afterwards(free_port: int) -> None:
+async def test_without_digests_the_owner_is_still_asked_afterwards(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block gets a new tenant while it is copied: after the announcement, before the question."""
     pair = Pair(free_port, digests=False)
     await pair.server.start()
     pair.pool.start()
@@ -145,9 +149,14 @@ async def test_without_digests_the_owner_is_still_asked_afterwards(free_port: in
         pair.owner.cache.digest = lambda *_: 0  # type: ignore[method-assign]
         pair.owner.seal(ticket.id, [0, 1], 0.0)
         lease = pair.owner.outbox._leases[ticket.id]
+        copy = Pool.copy
+
+        def copy_late(*arguments: Any) -> Any:
+            lease.sealed[1] = lease.sealed[1]._replace(generation=9)
+            return copy(*arguments)
+
+        monkeypatch.setattr(Pool, "copy", copy_late)
         pull = pair.start(ticket)
-        await until(lambda: len(pair.service) == 1)
-        lease.sealed[1] = lease.sealed[1]._replace(generation=9)  # it has a new tenant
         await until(lambda: pull in pair.puller.drained)
         assert pair.puller.failed[pull] is Reason.COPY_FAILED
     finally:
