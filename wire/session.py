@@ -25,6 +25,7 @@ from wire.tasks import cancel_all
 log = get_logger("session")
 
 HELLO_TIMEOUT_S = 3.0
+_UNREAD = "Internal error from Core"  # gRPC's words, as INTERNAL, when our write meets a stream that was refused first
 MAX_QUEUED = 10_000  # messages; a peer that reads this far behind is as good as dead
 
 Sent = TypeVar("Sent")
@@ -213,4 +214,6 @@ async def attach(
 def _why(error: grpc.aio.AioRpcError) -> str:
     if error.code() is grpc.StatusCode.CANCELLED:
         return "the session was cut off"
+    if error.details() == _UNREAD:
+        return "the worker refused the session before its reason could be read"
     return f"{error.code().name}: {error.details()}"
