@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pagewire.cli.bench import bench
 from pagewire.cli.failure import CommandFailed
 from pagewire.cli.flags import (
     DEFAULT_ADDRESS,
@@ -48,6 +49,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help=HELP,
 )
+app.add_typer(bench, name="bench")
 
 
 @app.command()
