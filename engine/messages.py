@@ -74,6 +74,19 @@ class WorkerHello:
     transports: Sequence[TransportOffer] = ()
 
 
+class KvPath(NamedTuple):
+    """How blocks come from one owner, as its puller proved and measured it."""
+
+    owner: str  # its address
+    transport: str  # empty: none may be used, and `fallback` says why
+    bytes_per_second: float
+    warm_seconds: float  # connecting, exchanging descriptors and proving the path
+    fallback: str = ""  # why not by a better way
+    bytes: int = 0
+    transfers: int = 0  # pulls that were delivered
+    failures: Mapping[str, int] = {}  # pulls that were not, by reason
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
     running: int = 0
@@ -85,6 +98,8 @@ class WorkerLoad:
     draining: bool = False
     pulled_blocks: int = 0  # copied in from other workers since this one started
     kv_path: str = ""  # how they came, and why not by a better way; empty until the first
+    kv_paths: Sequence[KvPath] = ()
+    refuses: str = ""  # why this worker takes no work, though it is up
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +138,11 @@ NO_TIMES = StageTimes()
 
 @dataclass(frozen=True, slots=True)
 class PrefillStart:
-    """`token_ids` is the prompt, then the `emitted` tokens that the client already has."""
+    """`token_ids` is the prompt, then the `emitted` tokens that the client already has.
+
+    `request_id` is the client's name for it and `traceparent` the W3C trace context of its span: for logs and traces
+    alone, never a key.
+    """
 
     key: RequestKey
     token_ids: Sequence[int]
@@ -132,6 +151,8 @@ class PrefillStart:
     deadline: float  # seconds left
     age: float  # seconds since the client's call, kept over attempts: the order of service
     cache_namespace: bytes = b""
+    request_id: str = ""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +166,8 @@ class DecodeStart:
     age: float
     until_index: int  # first credit: may send indices below this
     cache_namespace: bytes = b""
+    request_id: str = ""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +189,13 @@ class Heartbeat:
 @dataclass(frozen=True, slots=True)
 class Drain:
     grace: float
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Every prefill worker that a router has: a decode worker pairs with each before a request needs it."""
+
+    owners: Sequence[Node]
 
 
 # ---- worker -> router -----------------------------------------------------------------------------------------
@@ -251,6 +281,21 @@ class CacheChange:
 
 
 @dataclass(frozen=True, slots=True)
+class PairRequest:
+    owner_incarnation: int
+    puller: Node
+    layout: KvLayout
+    transports: Sequence[TransportOffer] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PairReply:
+    owner: Node
+    layout: KvLayout
+    transports: Sequence[TransportOffer] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PullOpen:
     ticket: int
     key: RequestKey
@@ -308,7 +353,7 @@ class BlocksValid:
 
 
 PrefillCommand = PrefillStart | Cancel | Drain | Heartbeat
-DecodeCommand = DecodeStart | Cancel | Credit | Drain | Heartbeat
+DecodeCommand = DecodeStart | Cancel | Credit | Drain | Peers | Heartbeat
 PrefillEvent = PrefillAccepted | FirstToken | Refused | Failed | WorkerLoad | CacheChange
 DecodeEvent = FirstToken | StepBatch | Refused | Failed | WorkerLoad
 PullRequest = PullOpen | PullWant | PullCopied | PullDone | Heartbeat

@@ -24,6 +24,8 @@ class RouterRequest:
     deadline: float  # seconds left
     namespace: bytes = b""
     resume: Sequence[int] = ()
+    request_id: str = ""  # for the workers' logs and traces, as is `traceparent`
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

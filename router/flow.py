@@ -139,7 +139,7 @@ class Flow:
         start = PrefillStart(
             key=key, token_ids=self.token_ids, emitted=self.base, params=self.params,
             deadline=max(0.0, self.deadline_at - now), age=now - self.submitted_at,
-            cache_namespace=self.asked.namespace,
+            cache_namespace=self.asked.namespace, request_id=self.asked.request_id, traceparent=self.asked.traceparent,
         )  # fmt: skip
         return [ToWorker(address, Role.PREFILL, start)]
 
@@ -154,6 +154,7 @@ class Flow:
             key=key, ticket=self.ticket, token_ids=self.token_ids, emitted=self.base, params=self.params,
             deadline=max(0.0, self.deadline_at - now), age=now - self.submitted_at,
             until_index=self.credit.grant(), cache_namespace=self.asked.namespace,
+            request_id=self.asked.request_id, traceparent=self.asked.traceparent,
         )  # fmt: skip
         return [ToWorker(address, Role.DECODE, start)]
 

@@ -79,7 +79,10 @@ common_commands = st.one_of(
     st.builds(m.Drain, seconds),
     st.builds(m.RouterHello, texts, u64, u64),
 )
-starts = {"key": keys, "params": params, "deadline": seconds, "age": seconds, "cache_namespace": st.binary(max_size=8)}
+starts = {
+    **{"key": keys, "params": params, "deadline": seconds, "age": seconds, "cache_namespace": st.binary(max_size=8)},
+    **{"request_id": texts, "traceparent": texts},
+}
 prefill_starts = st.builds(m.PrefillStart, token_ids=token_ids, emitted=st.just(0), **starts)
 decode_starts = st.builds(
     m.DecodeStart, token_ids=token_ids, emitted=st.just(0), ticket=tickets, until_index=u32, **starts

@@ -19,6 +19,7 @@ from protos import generation_pb2 as gpb
 from protos import worker_pb2 as wpb
 
 MAX_DURATION_S = 10 * 366 * 86400.0
+MAX_LABEL = 256  # characters of what is only ever shown
 
 
 class InvalidMessage(ValueError):
@@ -277,6 +278,8 @@ def prefill_command_to_pb(command: m.PrefillCommand | m.RouterHello) -> wpb.Pref
                     cache_namespace=command.cache_namespace,
                     deadline=to_duration(command.deadline),
                     age=to_duration(command.age),
+                    request_id=command.request_id,
+                    traceparent=command.traceparent,
                 )
             )
         case m.RouterHello():
@@ -301,6 +304,8 @@ def prefill_command_from_pb(pb: wpb.PrefillCommand) -> m.PrefillCommand | m.Rout
                 deadline=from_duration(start.deadline),
                 age=from_duration(start.age),
                 cache_namespace=start.cache_namespace,
+                request_id=start.request_id[:MAX_LABEL],
+                traceparent=start.traceparent[:MAX_LABEL],
             )
         case kind:
             return _common_command_from_pb(pb, kind)
@@ -323,6 +328,8 @@ def decode_command_to_pb(command: m.DecodeCommand | m.RouterHello) -> wpb.Decode
                     age=to_duration(command.age),
                     until_index=command.until_index,
                     cache_namespace=command.cache_namespace,
+                    request_id=command.request_id,
+                    traceparent=command.traceparent,
                 )
             )
         case m.RouterHello():
@@ -351,6 +358,8 @@ def decode_command_from_pb(pb: wpb.DecodeCommand) -> m.DecodeCommand | m.RouterH
                 age=from_duration(start.age),
                 until_index=start.until_index,
                 cache_namespace=start.cache_namespace,
+                request_id=start.request_id[:MAX_LABEL],
+                traceparent=start.traceparent[:MAX_LABEL],
             )
         case "credit":
             return m.Credit(key_from_pb(pb.credit.key), pb.credit.until_index)
