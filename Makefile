@@ -12,6 +12,9 @@ PROMPT        ?= What is the capital of France?
 TORCH_INDEX   ?=
 TORCH         := $(shell grep '^torch==' requirements.lock)
 UP_FLAGS      ?=
+# Used by `make kernels` where no nvcc is on the PATH: what a compiler of CUDA code needs, without the rest of CUDA.
+NVCC          := $(VENV)/nvcc/nvidia/cu13/bin/nvcc
+NVCC_PACKAGE  := cuda-toolkit[nvcc,cccl]==13.0.*
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PROMPT_TEXT := $(value PROMPT)
@@ -27,7 +30,7 @@ help:
 	@echo "make lint    ruff, mypy and buf"
 	@echo "make format  ruff's formatter and import order, in place"
 	@echo "make protos  generate the protobuf modules again after an edit"
-	@echo "make kernels compile the CUDA kernels for sm_80 and sm_90a with nvcc; no GPU needed"
+	@echo "make kernels compile the CUDA kernels for sm_80 and sm_90a; no GPU needed, nvcc is fetched if there is none"
 	@echo "make clean   remove .venv and what was built"
 
 demo: $(STAMP)/model
@@ -50,7 +53,13 @@ format: $(STAMP)/dev
 	$(BIN)/ruff format .
 
 kernels: $(STAMP)/project
-	$(BIN)/python -m engine.backend.compile --all $(KERNEL_FLAGS)
+	@command -v nvcc >/dev/null || test -x $(NVCC) || { \
+		echo "[kernels] no nvcc is on the PATH: installing NVIDIA's compiler from PyPI into $(VENV)/nvcc (270 MB)"; \
+		$(PIP) install --quiet --no-compile --upgrade --target $(VENV)/nvcc '$(NVCC_PACKAGE)'; } || \
+		{ echo "nvcc could not be installed: put CUDA 13's nvcc on the PATH and try again"; exit 1; }
+	@command -v g++ >/dev/null || \
+		{ echo "nvcc needs g++, which is not on the PATH; on Debian and Ubuntu: apt-get install g++"; exit 1; }
+	PATH="$$PATH:$(CURDIR)/$(dir $(NVCC))" $(BIN)/python -m engine.backend.compile --all $(KERNEL_FLAGS)
 
 protos: $(STAMP)/dev
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --pyi_out=. protos/*.proto

@@ -61,6 +61,19 @@ def test_a_cubin_compiled_before_needs_no_nvcc(sources: Path, tmp_path: Path) ->
     assert len(calls.read_text().splitlines()) == 1
 
 
+def test_the_compiler_of_nvidias_python_packages_needs_no_path(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, calls = counting_nvcc(tmp_path)
+    folder = tmp_path / "site" / "nvidia" / "cu13" / "bin"
+    folder.mkdir(parents=True)
+    shutil.copy(tmp_path / "fake-nvcc", folder / "nvcc-of-a-wheel")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    cubin(kernel("twice", FACTOR=2), "sm_90a", tmp_path / "cache", "nvcc-of-a-wheel")
+    assert len(calls.read_text().splitlines()) == 1
+
+
 def test_settings_cards_sources_and_headers_have_cubins_of_their_own(sources: Path, tmp_path: Path) -> None:
     compiler, _ = counting_nvcc(tmp_path)
 

@@ -9,6 +9,7 @@ card and imports neither torch nor PyCUDA.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -84,11 +85,12 @@ def cubin(wanted: Kernel, arch: str, cache_dir: Path = DEFAULT_CACHE_DIR, nvcc: 
     target = folder / f"{wanted.source}-{arch}-{_digest(wanted, arch)}.cubin"
     if target.exists():
         return target
-    compiler = shutil.which(nvcc)
+    compiler = _compiler(nvcc)
     if compiler is None:
         raise KernelError(
-            f"{wanted} is not compiled for {arch}: either install CUDA's nvcc and put it on the PATH, or copy into "
-            f"{folder} what `pagewire compile` wrote there on a machine that has nvcc"
+            f"{wanted} is not compiled for {arch}: either install CUDA's nvcc (on the PATH, or by pip install "
+            f"'cuda-toolkit[nvcc,cccl]'), or copy into {folder} what `pagewire compile` wrote there on a machine that "
+            f"has nvcc"
         )
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(target.with_suffix(".lock")):
@@ -124,6 +126,15 @@ def check_spills(kernels: Iterable[Kernel], arch: str, cache_dir: Path = DEFAULT
                     f"{usage.stack} bytes on its stack"
                 )
     return len(wanted)
+
+
+def _compiler(nvcc: str) -> str | None:
+    """On the PATH, else where NVIDIA's Python packages put it."""
+    if found := shutil.which(nvcc):
+        return found
+    packages = importlib.util.find_spec("nvidia")
+    places = [Path(place, "cu13", "bin", nvcc) for place in (packages and packages.submodule_search_locations) or ()]
+    return next((str(place) for place in places if place.is_file()), None)
 
 
 def _digest(wanted: Kernel, arch: str) -> str:
