@@ -86,6 +86,10 @@ class ModelConfig:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_layers * layer + self.hidden_size
 
+    def kv_block_values(self, block_size: int) -> int:
+        """Elements of one KV block: K and V of `block_size` tokens in all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * block_size * self.head_dim
+
     @classmethod
     def from_dir(cls, path: str | Path) -> ModelConfig:
         """Raises ModelError, one sentence, when there is no config.json or we cannot serve what it describes."""

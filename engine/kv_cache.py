@@ -22,7 +22,6 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 def kv_layout(config: ModelConfig, model_digest: bytes, dtype: str, block_size: int, numerics: str) -> KvLayout:
     """The layout of a model's blocks. `numerics` names what decides the bits: versions and the row tile."""
-    values = config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim
     return KvLayout(
         model_digest=model_digest,
         dtype=dtype,
@@ -30,7 +29,7 @@ def kv_layout(config: ModelConfig, model_digest: bytes, dtype: str, block_size: 
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        block_bytes=values * TORCH_DTYPES[dtype].itemsize,
+        block_bytes=config.kv_block_values(block_size) * TORCH_DTYPES[dtype].itemsize,
         numerics=numerics,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -65,6 +66,54 @@ def test_help_takes_less_than_half_a_second_of_processor_time() -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert all(command in shown for command in ("up", "generate", "chat", "ps", "health", "version"))
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+def test_a_dry_run_says_where_each_setting_comes_from_and_what_memory_it_takes(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "pagewire.yaml"
+    file.write_text("kv-memory: 1MiB\nkv_digest: off\nblock-size: 32\nmodel: smollm2\n")
+    flags = ("up", "--dry-run", "--config", str(file), "--model", "random:tiny", "--cache-dir", str(model_cache))
+    shown = pagewire(*flags, PAGEWIRE_BLOCK_SIZE="16", PAGEWIRE_DECODE="2").stdout
+    for line in (
+        r"--model +random:tiny  \(command line\)",
+        r"--block-size +16  \(environment\)",
+        rf"--kv-memory +1MiB  \({file}\)",
+        rf"--kv-digest +off  \({file}\)",
+        r"--port +50051  \(default\)",
+        r"decode-2 +127.0.0.1:50072",
+        r"KV pool +[\d.]+ .iB = [\d,]+ blocks x 16 = [\d,]+ tokens",
+        r"together +3 workers x",
+    ):
+        assert re.search(line, shown), f"{line} is not in\n{shown}"
+    plan = json.loads(pagewire(*flags, "--json").stdout)
+    assert plan["memory"]["blocks"] * plan["memory"]["block"] <= 2**20
+    assert plan["configuration"]["--block-size"] == {"value": 32, "from": str(file)}
+
+
+def test_a_dry_run_refuses_what_the_workers_would_refuse(model_cache: Path) -> None:
+    flags = ("up", "--dry-run", "--model", "random:tiny", "--cache-dir", str(model_cache))
+    said = pagewire(*flags, "--kv-memory", "1KiB").stderr.splitlines()[-1]
+    assert said.startswith("pagewire: --kv-memory of 1024 bytes holds 0 KV blocks of ")
+
+
+def test_each_process_can_be_started_through_the_one_command() -> None:
+    for role in ("router", "prefill", "decode"):
+        assert f"usage: pagewire {role} " in pagewire(role, "--help").stdout
+        refused = pagewire(role, "--port", "70000", "--model", "random:tiny")
+        assert refused.returncode == 2 and "[0, 65535], got '70000'" in refused.stderr
+
+
+def test_the_doctor_names_a_mend_for_each_fault(tmp_path: Path, free_port: int) -> None:
+    looked = pagewire("doctor", "--address", f"127.0.0.1:{free_port}", "--cache-dir", str(tmp_path), "--json")
+    found = json.loads(looked.stdout)
+    assert {"python", "packages", "protobuf", "memory", "memfd", "gpu", "nvcc", "models"} <= {
+        each["check"] for each in found
+    }
+    assert all(each["mend"] or each["state"] == "ok" for each in found), found
+    assert looked.returncode == int(any(each["state"] == "fault" for each in found))
+    lines = pagewire("doctor", "--address", f"127.0.0.1:{free_port}", "--cache-dir", str(tmp_path)).stdout
+    assert re.search(rf"note +router +nothing answers at 127.0.0.1:{free_port}", lines)
 
 
 def test_version() -> None:
@@ -132,6 +181,15 @@ def test_ps_lists_each_worker_with_its_blocks(cluster: Cluster) -> None:
     roles = [line.split()[:3] for line in lines[2:]]
     addresses = [cluster.programs[name].address for name in ("prefill-1", "decode-1")]
     assert roles == [["prefill", addresses[0], "accepting"], ["decode", addresses[1], "accepting"]]
+
+
+def test_ps_and_doctor_print_json_of_the_same_workers(cluster: Cluster) -> None:
+    listed = json.loads(pagewire("ps", "--json", PAGEWIRE_ADDRESS=cluster.address).stdout)
+    assert {each["role"] for each in listed["workers"]} == {"prefill", "decode"}
+    looked = pagewire("doctor", "--address", cluster.address, "--json")
+    found = {each["check"]: each for each in json.loads(looked.stdout)}
+    for worker in listed["workers"]:
+        assert found[worker["role"]]["state"] == "ok" and worker["address"] in found[worker["role"]]["says"]
 
 
 def test_health_tells_ready_from_alive(cluster: Cluster) -> None:

@@ -93,3 +93,48 @@ def test_files_with_which_every_handshake_would_fail_are_named(
     with pytest.raises(InsecureAddress, match=words) as caught:
         Security(None, TLS / cert, TLS / key, TLS / ca).check_files(name)
     assert cert in str(caught.value) and "\n" not in str(caught.value)
+
+
+# ---- a file of flags ----------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "pagewire.yaml"
+    file.write_text("name: [a, b]\nsize: 1\ninsecure: true\ntoken_file: secret\n")
+    given = parser().read(["--config", str(file)], {})
+    assert (given.name, given.size, given.insecure, given.token_file) == (["a", "b"], 1, True, Path("secret"))
+    environ = {"PAGEWIRE_CONFIG": str(file), "PAGEWIRE_SIZE": "2"}
+    assert parser().read([], environ).size == 2
+    given = parser().read(["--size", "3", "--name=c"], environ)
+    assert (given.size, given.name) == (3, ["c"])
+
+
+def test_on_and_off_in_a_file_are_words_where_the_flag_takes_one(tmp_path: Path) -> None:
+    file = tmp_path / "pagewire.yaml"
+    file.write_text("mode: off\ninsecure: off\n")
+    made = parser()
+    made.add_argument("--mode", choices=("on", "off"))
+    given = made.read([f"--config={file}"], {})
+    assert (given.mode, given.insecure) == ("off", False)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"siez: 3", "siez is no flag of this command; did you mean size?"),
+        (b"size: {a: 1}", "size must be one value or a list of values, not dict"),
+        (b"- size", "must hold a mapping of flags to values, not a list"),
+        (b"size: [", "is not YAML"),
+        (b"\xff\xfe\xff", "is not UTF-8"),
+        (b"size: 10", r"--size: must be a whole number in \[1, 9\], got '10'"),
+        (b"config: other.yaml", "config is no flag of this command"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_wrong_file_of_flags_is_one_sentence(tmp_path: Path, content: bytes | None, words: str) -> None:
+    file = tmp_path / "pagewire.yaml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(BadOption, match=words.replace("?", r"\?")) as caught:
+        parser().read(["--config", str(file)], {})
+    assert "\n" not in str(caught.value)

@@ -1,7 +1,8 @@
 """How every process reads its flags, and the flags that say who may talk to it.
 
-A flag that is not given is looked up in the environment: --kv-memory is PAGEWIRE_KV_MEMORY. What is wrong becomes
-BadOption, one sentence. Knows no process's own flags; starts and opens nothing but the files that are named.
+A flag that is not given is looked up in the environment (--kv-memory is PAGEWIRE_KV_MEMORY), then in the file that
+--config names. What is wrong becomes BadOption, one sentence. Knows no process's own flags; starts and opens nothing
+but the files that are named.
 """
 
 from __future__ import annotations
@@ -27,26 +28,52 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, name: str, description: str) -> None:
         super().__init__(name, description=description, allow_abbrev=False)
+        self.add_argument("--config", type=Path, metavar="FILE", help="YAML file of flags: `kv-memory: 4GiB`")
 
     def error(self, message: str) -> NoReturn:
         raise BadOption(message)
 
     def read(self, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-        return self.parse_args([*self._from_environment(argv, environ), *argv])
+        """The command line first, then the environment, then the file."""
+        given = [*self._missing(argv, _variables(environ)), *argv]
+        config = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        config.add_argument("--config", type=Path, nargs="?")
+        if (file := config.parse_known_args(given)[0].config) is not None:
+            from wire.config_file import read_config_file
 
-    def _from_environment(self, argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-        """The variables of the flags that are not given, as flags."""
+            in_file = read_config_file(
+                file, {flag[2:].replace("-", "_") for flag, _ in self._flags() if flag != "--config"}
+            )
+            given = [*self._missing(given, in_file), *given]
+        return self.parse_args(given)
+
+    def _flags(self) -> list[tuple[str, argparse.Action]]:
+        return [(action.option_strings[-1], action) for action in self._actions if action.dest != "help"]
+
+    def _missing(self, argv: Sequence[str], values: Mapping[str, str | bool | list[str]]) -> list[str]:
+        """As flags: those values, by flag name with underscores, whose flags are not given."""
         found: list[str] = []
-        for action in self._actions:
-            flag = action.option_strings[-1]
-            value = environ.get(variable(flag))
-            if value is None or flag == "--help" or any(part.split("=")[0] == flag for part in argv):
+        named = {part.split("=")[0] for part in argv}
+        for flag, action in self._flags():
+            value = values.get(flag[2:].replace("-", "_"))
+            if value is None or flag in named:
                 continue
-            if action.nargs != 0:
-                found.append(f"{flag}={value}")
-            elif value.lower() in ("1", "true", "yes"):
-                found.append(flag)
+            if action.nargs == 0:
+                found += [flag] if value is True or str(value).lower() in ("1", "true", "yes") else []
+            else:
+                found += [f"{flag}={word(each)}" for each in (value if isinstance(value, list) else [value])]
         return found
+
+
+def word(value: str | bool) -> str:
+    """YAML reads on and off as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """By flag name with underscores."""
+    prefix = variable("")
+    return {name[len(prefix) :].lower(): value for name, value in environ.items() if name.startswith(prefix)}
 
 
 def variable(flag: str) -> str:

@@ -18,9 +18,12 @@ from pagewire.cli.bench import bench
 from pagewire.cli.failure import CommandFailed
 from pagewire.cli.flags import (
     DEFAULT_ADDRESS,
+    ENVIRONMENT,
     Address,
     ApiKey,
+    Config,
     Insecure,
+    Json,
     MaxTokens,
     RowTile,
     Seed,
@@ -39,6 +42,10 @@ HELP = "\n\n".join(
         "`pagewire up` starts a router and its workers on this machine. In another terminal, `pagewire chat` and "
         '`pagewire generate "..."` talk to them, `pagewire ps` lists the workers and `pagewire health` says whether '
         "they are ready. Ctrl-C ends `up`: requests that run may finish first.",
+        "For several hosts, `pagewire router`, `pagewire prefill` and `pagewire decode` start one process each. "
+        "`pagewire doctor` says what is wrong with a machine or a deployment, `pagewire bench` measures.",
+        "A flag that is not given is looked up in the environment (--kv-memory is PAGEWIRE_KV_MEMORY), then in the "
+        "YAML file that --config names.",
     )
 )
 
@@ -52,8 +59,9 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 
 
-@app.command()
+@app.command(context_settings=ENVIRONMENT)
 def up(
+    context: typer.Context,
     model: Annotated[
         str, typer.Option(help="A directory, a .gguf file, a name in the Hugging Face cache, smollm2, or random:SHAPE.")
     ] = "smollm2",
@@ -97,9 +105,15 @@ def up(
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
     insecure: Insecure = False,
+    config: Config = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print where each setting comes from and the memory plan; start nothing.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the dry run as JSON.")] = False,
 ) -> None:
     """Start a router, prefill workers and decode workers on this machine, and keep them until Ctrl-C."""
     import os
+    from dataclasses import fields
 
     # Before grpc loads, here and in every child: it is never used across a fork, and would complain about each.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -109,33 +123,17 @@ def up(
     from pagewire.cli.up import up as run_up
     from wire.flags import SecurityFlags
 
-    topology = Topology(
-        model=model,
-        host=host,
-        port=port,
-        http_port=http_port,
-        prefill=prefill,
-        decode=decode,
-        prefill_port=prefill_port,
-        decode_port=decode_port,
-        threads=threads,
-        kv_memory=kv_memory,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        dtype=dtype,
-        row_tile=row_tile,
-        transport=transport,
-        kv_digest=kv_digest,
-        cache_dir=cache_dir,
-        grace=grace,
-        security=SecurityFlags(token_file, tls_cert, tls_key, tls_ca, insecure),
-    )
-    _run(run_up(topology, demo))
+    flags = {each.name: context.params[each.name] for each in fields(Topology) if each.name != "security"}
+    topology = Topology(**flags, security=SecurityFlags(token_file, tls_cert, tls_key, tls_ca, insecure))
+    if dry_run:
+        from pagewire.cli.plan import dry_run as run_dry
+
+        _run(run_dry(topology, _sources(context), json))
+    else:
+        _run(run_up(topology, demo))
 
 
-@app.command()
+@app.command(context_settings=ENVIRONMENT)
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; without it, it is read from standard input.")
@@ -151,6 +149,7 @@ def generate(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
+    config: Config = None,
 ) -> None:
     """Answer one prompt, from the argument or from standard input, and stream the text to standard output."""
     from pagewire.cli.ask import generate as run_generate
@@ -162,7 +161,7 @@ def generate(
         run_generate(address, security, text, sampling, raw=raw, stats=stats)
 
 
-@app.command()
+@app.command(context_settings=ENVIRONMENT)
 def chat(
     address: Address = DEFAULT_ADDRESS,
     system: Annotated[str | None, typer.Option(help="A system message before the first turn.")] = None,
@@ -174,6 +173,7 @@ def chat(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
+    config: Config = None,
 ) -> None:
     """Talk with the model over several turns; /help lists what else can be typed."""
     from pagewire.cli.ask import chat as run_chat
@@ -183,21 +183,23 @@ def chat(
         run_chat(address, security, system, _sampling(max_tokens, temperature, top_p, seed))
 
 
-@app.command()
+@app.command(context_settings=ENVIRONMENT)
 def ps(
     address: Address = DEFAULT_ADDRESS,
     token_file: TokenFile = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
+    config: Config = None,
+    json: Json = False,
 ) -> None:
     """List the workers that the router knows, with their KV blocks."""
     from pagewire.cli.status import ps as run_ps
 
-    _run(run_ps(address, _security(token_file, tls_cert, tls_key, tls_ca)))
+    _run(run_ps(address, _security(token_file, tls_cert, tls_key, tls_ca), as_json=json))
 
 
-@app.command()
+@app.command(context_settings=ENVIRONMENT)
 def health(
     address: Address = DEFAULT_ADDRESS,
     service: Annotated[
@@ -208,11 +210,41 @@ def health(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
+    config: Config = None,
 ) -> None:
     """Exit with status 0 if the server is ready, else 1: for container and service managers."""
     from pagewire.cli.status import health as run_health
 
     _run(run_health(address, _security(token_file, tls_cert, tls_key, tls_ca), service, timeout))
+
+
+PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+
+
+@app.command("router", context_settings=PASSED_ON)
+def router_process(context: typer.Context) -> None:
+    """Run a router by itself, on this host; `pagewire router --help` lists its flags."""
+    from router.__main__ import main as run_router
+
+    sys.exit(run_router(context.args))
+
+
+@app.command("prefill", context_settings=PASSED_ON)
+def prefill_process(context: typer.Context) -> None:
+    """Run one prefill worker by itself; `pagewire prefill --help` lists its flags."""
+    from prefill_service.__main__ import main as run_prefill
+    from wire.worker import leave
+
+    leave(run_prefill(context.args))
+
+
+@app.command("decode", context_settings=PASSED_ON)
+def decode_process(context: typer.Context) -> None:
+    """Run one decode worker by itself; `pagewire decode --help` lists its flags."""
+    from decode_service.__main__ import main as run_decode
+    from wire.worker import leave
+
+    leave(run_decode(context.args))
 
 
 @app.command("compile")
@@ -231,12 +263,43 @@ def compile_kernels(
         typer.echo(line)
 
 
+@app.command(context_settings=ENVIRONMENT)
+def doctor(
+    address: Address = DEFAULT_ADDRESS,
+    cache_dir: Annotated[Path | None, typer.Option(help="Where converted models are kept.")] = None,
+    token_file: TokenFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    config: Config = None,
+    json: Json = False,
+) -> None:
+    """Look at this machine and at the deployment, and say what is wrong and how it is mended."""
+    from pagewire.cli.doctor import doctor as run_doctor
+
+    _run(run_doctor(address, _security(token_file, tls_cert, tls_key, tls_ca), cache_dir, as_json=json))
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
     from importlib import metadata
 
     typer.echo(metadata.version("pagewire"))
+
+
+def _sources(context: typer.Context) -> dict[str, tuple[object, str]]:
+    """Each flag's value and where it comes from; secrets are not shown."""
+    named = {"ENVIRONMENT": "environment", "COMMANDLINE": "command line", "DEFAULT_MAP": str(context.params["config"])}
+    found: dict[str, tuple[object, str]] = {}
+    for name in (each.name for each in context.command.params):
+        source = context.get_parameter_source(name) if name else None
+        if name and source is not None and name not in ("config", "dry_run", "json", "demo"):
+            value = context.params[name]
+            shown = "(hidden)" if name == "api_key" and value else value
+            default = "default" if value is not None else "left to the process"
+            found[f"--{name.replace('_', '-')}"] = (shown, named.get(source.name, default))
+    return found
 
 
 def _security(token_file: Path | None, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None) -> Any:

@@ -89,7 +89,7 @@ def programs(topology: Topology) -> list[Program]:
     for role, number, port in topology.workers():
         address = f"{WORKER_HOST}:{port}"
         addresses[role].append(address)
-        argv = (*python, MODULES[role], "--host", WORKER_HOST, "--port", str(port), *_worker_flags(topology))
+        argv = (*python, MODULES[role], "--host", WORKER_HOST, "--port", str(port), *worker_flags(topology))
         workers.append(Program(f"{role}-{number}", role, argv, address, WORKER_SERVICES[role]))
     argv = (*python, "router", "--host", topology.host, "--port", str(topology.port), *_model_flags(topology))
     argv += ("--http-port", str(topology.http_port))
@@ -104,7 +104,7 @@ def _model_flags(topology: Topology) -> tuple[str, ...]:
     return (*shared, *cache, *topology.security.argv())
 
 
-def _worker_flags(topology: Topology) -> tuple[str, ...]:
+def worker_flags(topology: Topology) -> tuple[str, ...]:
     values = {
         "--threads": topology.threads,
         "--kv-memory": topology.kv_memory,

@@ -1,7 +1,7 @@
 """The types of the flags that several commands share, with their help. Knows no command and imports nothing of ours.
 
-The security flags are those of every process (wire.flags) and can be given as the same environment variables, so
-that a shell that is set up once needs none of them.
+A flag that is not given is looked up in PAGEWIRE_*, by ENVIRONMENT, then in the file of --config: for all of them, as
+the processes do it (wire.flags). A shell that is set up once needs none of the security flags.
 """
 
 from __future__ import annotations
@@ -11,9 +11,41 @@ from typing import Annotated
 
 import typer
 
+ENVIRONMENT = {"auto_envvar_prefix": "PAGEWIRE"}  # a command's context: --kv-memory is PAGEWIRE_KV_MEMORY
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 SECURITY = "Security"  # the panel of these flags in --help
 
+
+def _from_file(context: typer.Context, file: Path | None) -> Path | None:
+    """Values of flags that neither the command line nor the environment has."""
+    if file is None or context.resilient_parsing:
+        return file
+    from pagewire.cli.failure import CommandFailed
+    from wire.config_file import read_config_file
+    from wire.flags import BadOption, word
+
+    options = {each.name: each for each in context.command.params if each.param_type_name == "option" and each.name}
+    try:
+        values = read_config_file(file, options.keys() - {"config"})
+    except BadOption as error:
+        raise CommandFailed(str(error), exit_code=2) from None
+    context.default_map = {
+        name: value if getattr(options[name], "is_flag", False) or isinstance(value, list) else word(value)
+        for name, value in values.items()
+    }
+    return file
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        is_eager=True,
+        callback=_from_file,
+        help="YAML file of flags, such as `kv-memory: 4GiB`; the command line and PAGEWIRE_* win.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Address = Annotated[str, typer.Option(help="The router's gRPC address, host:port.")]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Stop after so many tokens (default: as many as fit).")]
 Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, help="0 always takes the likeliest token.")]

@@ -129,10 +129,14 @@ class Child:
 
 
 def child_environment() -> dict[str, str]:
-    """This process's, with our packages first on the path: `python -P -m router` then never finds another `router`."""
+    """This process's, with our packages first on the path: `python -P -m router` then never finds another `router`.
+
+    Without the file of flags that was this command's.
+    """
     root = str(Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
+    inherited = {name: value for name, value in os.environ.items() if name != "PAGEWIRE_CONFIG"}
+    return {**inherited, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
 
 
 def readable(line: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -87,9 +88,12 @@ def transport(info: ServerInfo) -> str:
     return common[0] if common and info.workers else "none"
 
 
-async def ps(address: str, security: Security) -> None:
+async def ps(address: str, security: Security, *, as_json: bool) -> None:
     async with AsyncClient(address, security) as client:
         info = await client.server_info(timeout=INFO_TIMEOUT)
+    if as_json:
+        print(json.dumps(asdict(info), indent=2))
+        return
     rows = [("ROLE", "ADDRESS", "STATE", "RUNNING", "WAITING", "KV BLOCKS IN USE", "LEASED", "PULLED", "KV PATH")]
     rows += [
         (

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -100,7 +101,7 @@ async def _serve(
     topology: Topology, security: Security, demo: str | None, deployment: Deployment, console: Console
 ) -> None:
     with Phases(console) as phases:
-        await _prepare_model(topology, phases)
+        await prepare_model(topology, phases)
         await _start(topology, deployment, phases)
     if demo is not None:
         await _with_deaths(answer_and_report(topology.address, security, demo, console), deployment)
@@ -144,7 +145,7 @@ async def _start(topology: Topology, deployment: Deployment, phases: Phases) -> 
     await deployment.until_ready(ready)
 
 
-async def _prepare_model(topology: Topology, phases: Phases) -> None:
+async def prepare_model(topology: Topology, phases: Phases) -> Path:
     """Finds the model, and converts it once if it has to be. Its own process: torch never loads here."""
     phases.begin("model", f"looking for {topology.model}")
     argv = [sys.executable, "-P", "-m", "engine.loader", "prepare", topology.model]
@@ -177,3 +178,4 @@ async def _prepare_model(topology: Topology, phases: Phases) -> None:
         reason = last.get("error") or (said.splitlines() or [f"it exited with status {status}"])[-1]
         raise CommandFailed(f"cannot prepare the model {topology.model}: {reason}")
     phases.end("model", f"{topology.model} from {last['dir']}")
+    return Path(last["dir"])

@@ -1,0 +1,143 @@
+"""`pagewire up --dry-run`: what would be started, where each setting comes from, and what memory it takes.
+
+Starts nothing; finds the model, and converts it if that was never done. The numbers come from the functions that the
+workers themselves use, so that what is refused here is what they would refuse.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from pagewire.cli.deployment import MODULES, Topology, check_ports, check_security, programs
+from pagewire.cli.failure import CommandFailed
+from pagewire.cli.phases import Phases
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of one worker, in bytes. `device`: what the workers would run on."""
+
+    device: str
+    dtype: str
+    parameters: int
+    weights: int
+    block: int
+    kv_pool: int | None  # None: what is left on the card
+    blocks: int | None
+    block_size: int
+    max_model_len: int
+    workers: int
+    total: int  # of the machine, or of the card
+
+    @property
+    def tokens(self) -> int:
+        return (self.blocks or 0) * self.block_size
+
+    def lines(self) -> list[str]:
+        whole = f"{self.parameters:,} parameters x {self.weights // self.parameters} bytes = {size(self.weights)}"
+        if self.kv_pool is None or self.blocks is None:
+            pool = f"what the weights and a step leave, in blocks of {size(self.block)} for {self.block_size} tokens"
+            return [f"weights   {whole}", f"KV pool   {pool}", f"card      {size(self.total)}"]
+        at_once = self.tokens / self.max_model_len
+        each = self.weights + self.kv_pool
+        return [
+            f"weights   {whole}",
+            f"KV pool   {size(self.kv_pool)} = {self.blocks:,} blocks x {self.block_size} = {self.tokens:,} tokens",
+            f"requests  {at_once:.1f} of {self.max_model_len:,} tokens at once",
+            f"together  {self.workers} workers x {size(each)} = {size(self.workers * each)} of {size(self.total)}",
+        ]
+
+
+async def dry_run(topology: Topology, sources: Mapping[str, tuple[object, str]], as_json: bool) -> None:
+    """`sources`: value and origin of each flag, by its name. Raises CommandFailed where `up` would."""
+    from pagewire.cli.up import prepare_model
+
+    check_security(topology)
+    check_ports(topology)
+    with Phases(Console(stderr=True, highlight=False)) as phases:
+        folder = await prepare_model(topology, phases)
+    memory = memory_plan(topology, folder)
+    if as_json:
+        started = [{"name": each.name, "address": each.address, "command": [*each.argv]} for each in programs(topology)]
+        flags = {name: {"value": _plain(value), "from": origin} for name, (value, origin) in sources.items()}
+        print(json.dumps({"processes": started, "configuration": flags, "memory": asdict(memory)}, indent=2))
+        return
+    width = max(map(len, sources))
+    print("\n".join([
+        "would start",
+        *(f"  {each.name:<10} {each.address}" for each in programs(topology)),
+        f"  HTTP       {topology.url}",
+        "configuration",
+        *(f"  {name:<{width}}  {_shown(value)}  ({origin})" for name, (value, origin) in sources.items()),
+        f"memory of each worker, {memory.dtype} on {memory.device}",
+        *(f"  {line}" for line in memory.lines()),
+    ]))  # fmt: skip
+
+
+def memory_plan(topology: Topology, folder: Path) -> Memory:
+    """What each decode worker would take. Raises CommandFailed, with the worker's own sentence."""
+    from engine.config import ModelConfig, ModelError
+    from engine.messages import KvLayout
+    from kvtransfer.startup import BYTES, engine_config
+    from pagewire.cli.deployment import worker_flags
+    from wire.flags import BadOption
+    from wire.options import parse
+    from wire.worker import CannotStart
+
+    role = import_module(f"{MODULES['decode']}.config").ROLE
+    try:
+        options = parse(role, worker_flags(topology), os.environ)
+        model = ModelConfig.from_dir(folder)
+        card = _card_bytes() if options.device != "cpu" else None
+        dtype = options.dtype if options.dtype != "auto" else "float32" if card is None else "bfloat16"
+        block = model.kv_block_values(options.block_size) * BYTES[dtype]
+        shape = (model.num_layers, model.num_kv_heads, model.head_dim, block)
+        layout = KvLayout(b"", dtype, options.block_size, *shape, "")
+        config = engine_config(options, model, layout) if card is None or options.kv_memory else None
+    except (BadOption, CannotStart, ModelError) as error:
+        raise CommandFailed(str(error)) from None
+    return Memory(
+        device="the CPU" if card is None else "a CUDA card",
+        dtype=dtype,
+        parameters=model.num_parameters,
+        weights=model.num_parameters * BYTES[dtype],
+        block=block,
+        kv_pool=config.num_blocks * block if config else None,
+        blocks=config.num_blocks if config else None,
+        block_size=options.block_size,
+        max_model_len=options.max_model_len or model.max_position_embeddings,
+        workers=topology.prefill + topology.decode,
+        total=card or psutil.virtual_memory().total,
+    )
+
+
+def _card_bytes() -> int | None:
+    """Memory of the first card, as the driver's own tool says it; None without one."""
+    import subprocess
+
+    command = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return int(said[0]) << 20 if said and said[0].isdigit() else None
+
+
+def size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _shown(value: object) -> str:
+    return "-" if value is None else str(value)
