@@ -1,5 +1,5 @@
-// Whole KV blocks: copies between two pools over two lists of ids, and zeroing. A block is BLOCK_BYTES contiguous bytes,
-// all layers. blockIdx.y is the place in the lists, blockIdx.x a piece of PIECE bytes, so that one launch moves any number.
+// Whole KV blocks over lists of ids: copies, copies with a digest, digests alone, and zeroing. A block is BLOCK_BYTES
+// contiguous bytes, all layers. Either pool may be another process's or, across NVLink, another card's.
 #include "common.cuh"
 
 constexpr int THREADS = 256;
@@ -8,7 +8,7 @@ constexpr int PIECE = THREADS * UNROLL * 16;
 static_assert(BLOCK_BYTES % 16 == 0, "blocks must be whole 16-byte pieces");
 
 // to[to_ids[i]] = from[from_ids[i]]. A null list counts 0, 1, 2, ...: gather into, or scatter out of, a staging buffer.
-// Either pool may be another process's or another card's. No block may be named twice in to_ids.
+// No block may be named twice in to_ids. blockIdx.y is the place in the lists, blockIdx.x a piece of PIECE bytes.
 extern "C" __global__ void __launch_bounds__(THREADS)
     copy_blocks(unsigned char* to, const unsigned char* from, const int* to_ids, const int* from_ids) {
     wait_for_inputs();
@@ -36,4 +36,100 @@ extern "C" __global__ void __launch_bounds__(THREADS) zero_blocks(unsigned char*
         const size_t at = size_t(blockIdx.x) * PIECE + (j * THREADS + threadIdx.x) * 16;
         if (at < BLOCK_BYTES) *reinterpret_cast<uint4*>(pool + target + at) = make_uint4(0, 0, 0, 0);
     }
+}
+
+// ---- with digests -------------------------------------------------------------------------------------------------
+
+// engine.kv_digest.block_sum: over the block's 64-bit words w[i], with key k[i] = (i + 1) * GOLDEN and x = w[i] ^ k[i],
+// the sum of low32(x) * high32(x) + w[i], modulo 2^64. Sums are added up in any order.
+constexpr unsigned long long GOLDEN = 0x9E3779B97F4A7C15ull;
+constexpr int WIDE = 512;  // threads; two blocks of them fill half a multiprocessor and hide even NVLink's latency
+constexpr int STEP = WIDE * UNROLL * 16;
+constexpr int STEPS = (BLOCK_BYTES + STEP - 1) / STEP;  // of a block
+
+__device__ __forceinline__ unsigned long long absorbed(unsigned long long sum, unsigned low, unsigned high,
+                                                       unsigned long long key) {
+    const unsigned long long word = (unsigned long long)high << 32 | low;
+    return (unsigned long long)(low ^ unsigned(key)) * (high ^ unsigned(key >> 32)) + sum + word;
+}
+
+__device__ __forceinline__ void load_step(uint4 (&held)[UNROLL], const unsigned char* block, int step) {
+#pragma unroll
+    for (int j = 0; j < UNROLL; ++j) {
+        const size_t at = size_t(step) * STEP + (j * WIDE + threadIdx.x) * 16;
+        held[j] = BLOCK_BYTES % STEP == 0 || at < BLOCK_BYTES ? __ldcs(reinterpret_cast<const uint4*>(block + at))
+                                                              : make_uint4(0, 0, 0, 0);
+    }
+}
+
+// Stores what was loaded, unless `block` is null, and returns the sum with it.
+__device__ __forceinline__ unsigned long long settle_step(const uint4 (&held)[UNROLL], unsigned char* block, int step,
+                                                          unsigned long long sum) {
+#pragma unroll
+    for (int j = 0; j < UNROLL; ++j) {
+        const size_t at = size_t(step) * STEP + (j * WIDE + threadIdx.x) * 16;
+        if (BLOCK_BYTES % STEP == 0 || at < BLOCK_BYTES) {
+            if (block != nullptr) __stcs(reinterpret_cast<uint4*>(block + at), held[j]);
+            const unsigned long long key = (at / 8 + 1) * GOLDEN;
+            sum = absorbed(sum, held[j].x, held[j].y, key);
+            sum = absorbed(sum, held[j].z, held[j].w, key + GOLDEN);
+        }
+    }
+    return sum;
+}
+
+__device__ __forceinline__ void add_up(unsigned long long* total, unsigned long long sum) {
+    sum = warp_sum(sum);
+    if (threadIdx.x % WARP == 0) atomicAdd(total, sum);
+}
+
+// The steps of all blocks are shared out evenly, so that any number of thread blocks may be launched: how many is how
+// much of the card the copy may take. While one step is digested and stored, the next one is under way.
+template <bool COPIES>
+__device__ __forceinline__ void digest_steps(unsigned char* to, const unsigned char* from, const int* to_ids,
+                                             const int* from_ids, unsigned long long* sums, int count) {
+    const long long all = (long long)count * STEPS;
+    const long long first = all * blockIdx.x / gridDim.x, end = all * (blockIdx.x + 1) / gridDim.x;
+    if (first >= end) return;
+    int i = int(first / STEPS), step = int(first % STEPS);
+    const unsigned char* source = from + size_t(from_ids[i]) * BLOCK_BYTES;
+    unsigned char* target = COPIES ? to + size_t(to_ids[i]) * BLOCK_BYTES : nullptr;
+    unsigned long long sum = 0;
+    uint4 held[UNROLL], coming[UNROLL];
+    load_step(held, source, step);
+    for (long long left = end - first; left > 0; --left) {
+        const bool ends = step + 1 == STEPS;  // the block
+        unsigned char* next_target = target;
+        if (left > 1) {
+            if (ends) {
+                source = from + size_t(from_ids[i + 1]) * BLOCK_BYTES;
+                if (COPIES) next_target = to + size_t(to_ids[i + 1]) * BLOCK_BYTES;
+            }
+            load_step(coming, source, ends ? 0 : step + 1);
+        }
+        sum = settle_step(held, target, step, sum);
+        if (ends || left == 1) {
+            add_up(sums + i, sum);
+            sum = 0;
+        }
+        i += ends;
+        step = ends ? 0 : step + 1;
+        target = next_target;
+#pragma unroll
+        for (int j = 0; j < UNROLL; ++j) held[j] = coming[j];
+    }
+}
+
+// to[to_ids[i]] = from[from_ids[i]]; sums[i], which are zero before, get the sum of what was copied.
+extern "C" __global__ void __launch_bounds__(WIDE, 2)
+    copy_and_digest(unsigned char* to, const unsigned char* from, const int* to_ids, const int* from_ids,
+                    unsigned long long* sums, int count) {
+    wait_for_inputs();
+    digest_steps<true>(to, from, to_ids, from_ids, sums, count);
+}
+
+extern "C" __global__ void __launch_bounds__(WIDE, 2)
+    digest_blocks(const unsigned char* pool, const int* ids, unsigned long long* sums, int count) {
+    wait_for_inputs();
+    digest_steps<false>(nullptr, pool, nullptr, ids, sums, count);
 }

@@ -1,7 +1,7 @@
 """The KV cache of a worker on CUDA: PyCUDA's allocation seen as a tensor, and its blocks as bytes for transports.
 
 Same shape as engine.kv_cache.KVCache. Bytes go over a stream of their own and are copies: reading and writing them wait
-for that copy alone, not for the step that runs.
+for that copy alone, not for the step that runs. Digests are computed on the card, where the bytes are.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from engine.backend import launches
 from engine.backend.cuda import Gpu
+from engine.batch import DigestRequest
+from engine.cuda_copies import Copies, launch_sums, whole
 from engine.kv_cache import TORCH_DTYPES
-from engine.kv_digest import kv_digest
+from engine.kv_digest import sum_digest
 from engine.messages import KvLayout
 
 
@@ -30,6 +32,7 @@ class CudaKVCache:
         self._gpu = gpu
         memory = gpu.pool(num_blocks * layout.block_bytes) if memory is None else memory
         self._raw = memory.view(num_blocks, layout.block_bytes)
+        self.copies = Copies(gpu, self._raw, layout.block_bytes)
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         self.data = self._raw.view(-1).view(TORCH_DTYPES[layout.dtype]).view(shape)
 
@@ -46,7 +49,31 @@ class CudaKVCache:
 
     def digest(self, block: int, position: int, tokens: Sequence[int]) -> int:
         """64 bits over the block's bytes, bound to its logical index and the tokens it holds."""
-        return kv_digest(self.block_bytes(block), position, tokens)
+        return sum_digest(self.copies.sums([block])[0], position, tokens)
+
+    def launch_digests(self, asked: Sequence[DigestRequest]) -> Tensor | None:
+        """On our stream, after what writes the blocks. What it returns is on the host once that is done."""
+        if not asked:
+            return None
+        ids = [ask.block for ask in asked]
+        gpu = self._gpu
+        return gpu.to_host(launch_sums(gpu, self._raw, self.layout.block_bytes, ids, 2 * gpu.multiprocessors))
+
+    def digests(self, asked: Sequence[DigestRequest], launched: Tensor | None) -> list[int]:
+        """What `launch_digests` returned, read."""
+        sums = [] if launched is None else whole(launched)
+        return [sum_digest(total, ask.position, ask.tokens) for ask, total in zip(asked, sums, strict=True)]
+
+    def export(self) -> bytes:
+        """A handle of the pool for other processes of this host."""
+        return self._gpu.export(self._raw)
+
+    def open(self, handle: bytes) -> int:
+        """Another process's pool, by its handle: an address for `copies`. Raises CudaError."""
+        return self._gpu.open(handle)
+
+    def close(self, address: int) -> None:
+        self._gpu.close(address)
 
     def zero(self, blocks: Sequence[int]) -> None:
         """On our stream, before whatever is launched next."""

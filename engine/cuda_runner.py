@@ -56,6 +56,7 @@ class Launched:
     sampled: Tensor | None = None  # on the host once `done`
     reports: list[list[TokenLogprob]] = field(default_factory=list)
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    sums: Tensor | None = None  # of the blocks to be digested, on the host once `done`
     done: torch.cuda.Event | None = None
 
 
@@ -116,6 +117,7 @@ class CudaRunner:
                 self._launch_decodes(launched, decodes)
             if chunks:
                 self._launch_chunks(launched, chunks)
+            launched.sums = self.cache.launch_digests(batch.digests)
             launched.done = self.gpu.mark()
         return launched
 
@@ -129,7 +131,7 @@ class CudaRunner:
         if launched.sampled is not None:
             for i, token_id in zip(launched.sampling, launched.sampled.tolist(), strict=True):
                 tokens[i] = self._token(launched, i, token_id)
-        digests = [self.cache.digest(ask.block, ask.position, ask.tokens) for ask in batch.digests]
+        digests = self.cache.digests(batch.digests, launched.sums)
         return StepOutput(tokens, launched.reports, digests, time.perf_counter() - launched.began)
 
     def abandon(self) -> None:

@@ -1,20 +1,23 @@
 """An engine on a CUDA card: weights to the card, the pool from what is left, graphs recorded before the first request.
 
 The pool gets what --gpu-memory-utilization allows after the weights and the peak of the longest prompt step, which is
-run and measured. What the card or the user's settings make impossible becomes CannotStart, one sentence with numbers.
+run and measured. What the card or the user's settings make impossible becomes CannotStart, one sentence with numbers;
+a card that cannot run the model at all is NoCard, which --device auto takes for a reason to use the CPU.
 """
 
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from engine.backend import attention
 from engine.backend.cuda import CudaError, Gpu
-from engine.backend.nvcc import KernelError
+from engine.backend.nvcc import KernelError, architecture
 from engine.batch import Batch, Row, SampleInput
 from engine.config import EngineConfig, ModelConfig
 from engine.cuda_cache import CudaKVCache
@@ -24,6 +27,7 @@ from engine.loader import ModelSource, load_tensors
 from engine.messages import KvLayout
 from engine.models.llama import Llama
 from engine.types import SamplingParams
+from kvtransfer.gpu_memory import Step, check_weights, pool_blocks
 from wire.options import WorkerOptions
 from wire.worker import CannotStart
 
@@ -31,33 +35,59 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Phases = Callable[[str, float], None]
-_GRAPHS = 256 << 20  # bytes left for graphs and what libraries take beside them
+
+
+class NoCard(Exception):
+    """Why the model cannot run on a card here, a few words."""
+
+
+def usable_card(options: WorkerOptions, model: ModelConfig) -> Gpu:
+    """Raises NoCard. What the card has too little of, or does not manage later, is no such reason."""
+    if not torch.cuda.is_available():
+        built = "finds no CUDA GPU" if torch.version.cuda else "is built without CUDA"
+        raise NoCard(f"torch {torch.__version__} {built}")
+    try:
+        architecture(*torch.cuda.get_device_capability())
+        shape = attention.AttentionShape(
+            _dtype(options), model.head_dim, model.num_heads // model.num_kv_heads, options.block_size,
+            model.sliding_window or 0,
+        )  # fmt: skip
+        gpu = Gpu()
+        attention.geometry(shape, gpu.shared_per_multiprocessor)
+    except (KernelError, ValueError) as error:
+        raise NoCard(str(error)) from error
+    except ImportError as error:  # PyCUDA comes with an extra
+        missing = isinstance(error, ModuleNotFoundError)
+        said = f"the Python package {error.name} is not installed" if missing else f"PyCUDA does not load ({error})"
+        raise NoCard(f"{said}: pip install 'pagewire[cuda]'") from error
+    except torch.cuda.OutOfMemoryError as error:
+        raise CannotStart(f"the GPU's memory is full before anything is loaded: {_first_line(error)}") from error
+    except RuntimeError as error:  # of the driver, such as a card that another process has to itself
+        raise NoCard(f"the GPU cannot be used: {_first_line(error)}") from error
+    return gpu
 
 
 def on_cuda(
-    options: WorkerOptions, source: ModelSource, model: ModelConfig, longest: int, phases: Phases
+    options: WorkerOptions, source: ModelSource, model: ModelConfig, longest: int, gpu: Gpu, phases: Phases
 ) -> tuple[CudaRunner, EngineConfig, KvLayout, str]:
     """Runner, configuration, layout and what is served. `longest` is how many tokens a request may have."""
     try:
-        return _on_cuda(options, source, model, longest, phases)
+        return _on_cuda(options, source, model, longest, gpu, phases)
     except torch.cuda.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info()
+        share = max(options.gpu_memory_utilization - 0.05, 0.05)
         raise CannotStart(
-            f"the GPU's memory does not suffice ({free} of {total} bytes were free when it ran out): lower "
-            f"--max-num-batched-tokens or --max-num-seqs, or use a smaller model"
+            f"the GPU's memory does not suffice: {_lacking(error)}; --gpu-memory-utilization {share:.2f} leaves more "
+            f"beside the KV blocks, and a lower --max-num-seqs needs less"
         ) from error
-    except (KernelError, CudaError, ValueError) as error:
+    except (KernelError, CudaError) as error:
         raise CannotStart(str(error)) from error
 
 
 def _on_cuda(
-    options: WorkerOptions, source: ModelSource, model: ModelConfig, longest: int, phases: Phases
+    options: WorkerOptions, source: ModelSource, model: ModelConfig, longest: int, gpu: Gpu, phases: Phases
 ) -> tuple[CudaRunner, EngineConfig, KvLayout, str]:
-    if options.row_tile is not None:
-        raise CannotStart("--row-tile is the CPU's deterministic mode: use it with --device cpu")
-    dtype = "bfloat16" if options.dtype == "auto" else options.dtype
-    gpu = Gpu()
-    numerics = f"torch {torch.__version__}, {gpu.name}"
+    dtype = _dtype(options)
+    numerics = f"torch {torch.__version__}, {gpu.name}, kv digest by sums"
     if not options.kv_digest:  # both workers have to do without
         numerics += ", kv digest off"
     layout = kv_layout(model, source.digest, dtype, options.block_size, numerics)
@@ -70,19 +100,14 @@ def _on_cuda(
         dtype=dtype,
         threads=options.threads,
     )
-    weights = Llama(model, _weights(source, model, dtype, gpu.device, phases))
+    weights = Llama(model, _weights(options, source, model, dtype, gpu.device, phases))
     phases("measuring what a step needs", 0.0)
-    blocks_of_a_step = -(-min(longest, options.max_num_batched_tokens) // options.block_size)
-    memory = torch.empty(blocks_of_a_step * layout.block_bytes, dtype=torch.uint8, device=gpu.device)
-    scratch = CudaKVCache(layout, blocks_of_a_step, gpu, memory)
-    runner = CudaRunner(weights, config, scratch, gpu, graphs=options.role.name != "prefill")
-    peak = _peak(runner, min(longest, options.max_num_batched_tokens))
-    blocks = _blocks(options, layout, peak)
+    runner = _runner(weights, config, layout, gpu, options)
+    step = _longest_step(runner, gpu, min(longest, options.max_num_batched_tokens))
+    blocks = pool_blocks(options, layout, step)
     phases(f"reserving {blocks} KV blocks", 0.0)
     config = replace(config, num_blocks=blocks)
     runner.use(CudaKVCache(layout, blocks, gpu), config)
-    del scratch, memory
-    torch.cuda.empty_cache()
     phases("compiling kernels and recording graphs", 0.0)
     runner.warm_up()
     gc.collect()
@@ -90,49 +115,89 @@ def _on_cuda(
     return runner, config, layout, f"{source.name}, {dtype} on {gpu.name}"
 
 
-def _weights(source: ModelSource, model: ModelConfig, dtype: str, device: str, phases: Phases) -> dict[str, Tensor]:
-    needed = model.num_parameters * TORCH_DTYPES[dtype].itemsize
-    free, total = torch.cuda.mem_get_info()
-    if needed > free:
-        raise CannotStart(
-            f"the weights take {needed} bytes in {dtype}, and of the GPU's {total} bytes {free} are free: a smaller "
-            f"model, another --dtype or --device cpu may fit"
-        )
+def _dtype(options: WorkerOptions) -> str:
+    return "bfloat16" if options.dtype == "auto" else options.dtype
+
+
+def _weights(
+    options: WorkerOptions, source: ModelSource, model: ModelConfig, dtype: str, device: str, phases: Phases
+) -> dict[str, Tensor]:
+    check_weights(options, model, dtype)
     tensors = load_tensors(source, TORCH_DTYPES[dtype], phases)
     return {name: tensors.pop(name).to(device) for name in list(tensors)}
 
 
-def _peak(runner: CudaRunner, tokens: int) -> int:
+def _runner(weights: Llama, config: EngineConfig, layout: KvLayout, gpu: Gpu, options: WorkerOptions) -> CudaRunner:
+    """Over a pool of one block, until it is known how many there can be."""
+    scratch = _scratch(layout, 1, gpu)
+    try:
+        return CudaRunner(weights, config, scratch, gpu, graphs=options.role.name != "prefill")
+    except torch.cuda.OutOfMemoryError as error:
+        row = 12 * weights.config.vocab_size  # counts, logits and the adjusted logits are most of what a sequence takes
+        free, _ = torch.cuda.mem_get_info()
+        most = free // row
+        fits = f"--max-num-seqs {most} takes about {most * row}" if most else "a smaller model may fit"
+        raise CannotStart(
+            f"the state of --max-num-seqs {config.max_num_seqs} takes about {config.max_num_seqs * row} bytes of the "
+            f"GPU beside the weights: {_lacking(error)}; {fits}"
+        ) from error
+
+
+def _longest_step(runner: CudaRunner, gpu: Gpu, tokens: int) -> Step:
+    """What a step over a prompt of so many tokens takes. Where it does not fit, it is tried what does."""
+    try:
+        return Step(tokens, _peak(runner, gpu, tokens))
+    except torch.cuda.OutOfMemoryError as error:
+        lacking = _lacking(error)
+    least = runner.config.block_size
+    for fewer in (tokens >> halvings for halvings in range(1, tokens.bit_length())):
+        if fewer < least:
+            break
+        torch.cuda.empty_cache()
+        try:
+            _peak(runner, gpu, fewer)
+        except torch.cuda.OutOfMemoryError:
+            continue
+        raise CannotStart(
+            f"the GPU's memory does not suffice for a step of {tokens} tokens beside the weights: {lacking}; "
+            f"--max-num-batched-tokens {fewer} fits"
+        )
+    raise CannotStart(
+        f"the GPU's memory does not suffice for a step of {least} tokens beside the weights: {lacking}; a smaller model "
+        f"or --device cpu may fit"
+    )
+
+
+def _peak(runner: CudaRunner, gpu: Gpu, tokens: int) -> int:
     """Bytes that one step over a prompt of so many tokens takes beyond what stays."""
+    blocks = list(range(-(-tokens // runner.config.block_size)))
+    runner.use(_scratch(runner.layout, len(blocks), gpu), runner.config)
     params = SamplingParams(temperature=0, seed=0, max_tokens=1)
     ids = [0] * tokens
-    blocks = list(range(-(-tokens // runner.config.block_size)))
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    runner.step(Batch(rows=[Row(0, ids, 0, blocks, SampleInput(params, 0, ids, []))]))
-    return torch.cuda.max_memory_allocated() - before
+    try:
+        runner.step(Batch(rows=[Row(0, ids, 0, blocks, SampleInput(params, 0, ids, []))]))
+        return torch.cuda.max_memory_allocated() - before
+    finally:
+        runner.use(_scratch(runner.layout, 1, gpu), runner.config)
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
-def _blocks(options: WorkerOptions, layout: KvLayout, peak: int) -> int:
-    gc.collect()
-    torch.cuda.empty_cache()
+def _scratch(layout: KvLayout, blocks: int, gpu: Gpu) -> CudaKVCache:
+    """A pool that can be given up: of torch's memory."""
+    memory = torch.empty(blocks * layout.block_bytes, dtype=torch.uint8, device=gpu.device)
+    return CudaKVCache(layout, blocks, gpu, memory)
+
+
+def _lacking(error: torch.cuda.OutOfMemoryError) -> str:
+    """What was needed and what there is."""
     free, total = torch.cuda.mem_get_info()
-    share = options.gpu_memory_utilization / options.workers_on_host
-    if options.kv_memory is not None:
-        if options.kv_memory + peak + _GRAPHS > free:
-            raise CannotStart(
-                f"--kv-memory is {options.kv_memory} bytes, a step takes {peak + _GRAPHS} more, and of the GPU's "
-                f"{total} bytes {free} are free beside the weights"
-            )
-        room = options.kv_memory
-    else:
-        room = int(total * share) - (total - free) - peak - _GRAPHS
-    blocks = room // layout.block_bytes
-    if blocks < 2:
-        used = total - free + peak + _GRAPHS
-        raise CannotStart(
-            f"weights and one step take {used} bytes of the GPU's {total}, of which this worker may use "
-            f"{int(total * share)}: no room for 2 KV blocks of {layout.block_bytes} bytes; raise "
-            f"--gpu-memory-utilization, or lower --max-num-batched-tokens"
-        )
-    return blocks
+    wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    needed = f"{wanted[1]} more were needed, and " if wanted else ""
+    return f"{needed}{free} of {total} bytes are free"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -19,10 +19,11 @@ from engine.backend import launches
 from engine.backend.launches import Ending, Launch
 from engine.backend.nvcc import Kernel
 from engine.batch import SampleInput
+from engine.kv_digest import block_sum
 from engine.sampler import sample
 from engine.types import SamplingParams
 
-_TYPES = {torch.int32: ctypes.c_int32, torch.float32: ctypes.c_float}
+_TYPES = {torch.int32: ctypes.c_int32, torch.float32: ctypes.c_float, torch.uint8: ctypes.c_uint8}
 
 
 def at(address: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -49,6 +50,7 @@ class EmulatedGpu:
     def __init__(self) -> None:
         self.stream = Done()
         self.launched: list[str] = []
+        self.opened: list[int] = []  # other processes' pools
         self.kernels: set[Kernel] = set()
         self._lengths: Tensor | None = None
 
@@ -67,8 +69,21 @@ class EmulatedGpu:
     def to_host(self, values: Tensor) -> Tensor:
         return values.clone()
 
-    def mark(self) -> Done:
+    def mark(self, *, sleeping: bool = False) -> Done:
         return Done()
+
+    def beside(self) -> EmulatedGpu:
+        return self
+
+    def export(self, pool: Tensor) -> bytes:
+        return pool.data_ptr().to_bytes(8, "little") + pool.nbytes.to_bytes(8, "little") + bytes(48)
+
+    def open(self, handle: bytes) -> int:
+        self.opened.append(int.from_bytes(handle[:8], "little"))
+        return self.opened[-1]
+
+    def close(self, address: int) -> None:
+        self.opened.remove(address)
 
     def compile(self, kernels: Iterable[Any]) -> None:
         list(kernels)
@@ -131,6 +146,20 @@ class EmulatedGpu:
 
     def _zero_blocks(self, settings: Any, pool: Tensor, ids: Tensor) -> None:
         pool[ids.long()] = 0
+
+    def _copy_and_digest(
+        self, settings: Any, to: Tensor, source: int, to_ids: Tensor, from_ids: Tensor, sums: Tensor, count: int
+    ) -> None:
+        size = settings["BLOCK_BYTES"]
+        for target, origin in zip(to_ids[:count].tolist(), from_ids[:count].tolist(), strict=True):
+            to[target] = at(source + origin * size, size, dtype=torch.uint8)
+        self._digest_blocks(settings, to, to_ids, sums, count)
+
+    def _digest_blocks(self, settings: Any, pool: Tensor, ids: Tensor, sums: Tensor, count: int) -> None:
+        assert not sums.any() and sums.data_ptr() % 8 == 0
+        for i, block in enumerate(ids[:count].tolist()):
+            total = block_sum(pool[block].numpy().tobytes())
+            sums.view(torch.int64)[i] = total - (total >> 63 << 64)
 
     # ---- layers ---------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,13 @@
-"""One CUDA card as the engine sees it: PyCUDA's stream and pool in the context that torch uses, and kernel launches.
+"""One CUDA card as the engine sees it: our streams and pool in the context that torch uses, and kernel launches.
 
-PyCUDA retains the primary context, which is torch's, and makes the stream, which torch adopts, and the KV pool, so that
-its handle can be given to other processes. Kernels are loaded from cubins and launched through the driver's bindings,
-because only those can set the attribute that lets a kernel start while the one before it still runs. Decides nothing.
+PyCUDA retains the primary context, which is torch's, and allocates the KV pool, so that its handle can be given to
+other processes. Streams, which torch adopts, and launches go through the driver's bindings, because only those know
+priorities and the attribute that lets a kernel start while the one before it still runs. Decides nothing.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 from collections.abc import Callable, Iterable
@@ -49,15 +50,12 @@ class Gpu:
         cuda.init()
         card = cuda.Device(torch.cuda.current_device())
         context = card.retain_primary_context()
-        # PyCUDA allocates in the context on its own stack. It is torch's current one anyway: nothing stays pushed.
-        context.push()
-        try:
-            self._stream = cuda.Stream(1)  # 1: never waits for the legacy default stream
-        finally:
-            context.pop()
         self._context = context
         self._cuda = cuda
         self._driver = driver
+        self._primary = self._check(driver.cuCtxGetCurrent())
+        _, self._lowest, highest = driver.cuCtxGetStreamPriorityRange()
+        self._use(highest)
         self._modules: dict[Kernel, Any] = {}
         self._functions: dict[tuple[Kernel, str], Any] = {}
         self._held: list[Any] = []
@@ -67,11 +65,22 @@ class Gpu:
         self.multiprocessors = card.get_attribute(cuda.device_attribute.MULTIPROCESSOR_COUNT)
         self.shared_per_multiprocessor = card.get_attribute(cuda.device_attribute.MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)
         self.cache_dir = cache_dir
-        self.stream = torch.cuda.ExternalStream(self._stream.handle)
         overlapped = driver.CUlaunchAttribute()
         overlapped.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         overlapped.value.programmaticStreamSerializationAllowed = 1
         self._overlapped = [overlapped]
+
+    def _use(self, priority: int) -> None:
+        """A new stream, which never waits for the legacy default stream."""
+        flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value
+        self._stream = self._check(self._driver.cuStreamCreateWithPriority(flags, priority))
+        self.stream = torch.cuda.ExternalStream(int(self._stream))
+
+    def beside(self) -> Gpu:
+        """The same card by another stream, for another thread: what it launches yields to the steps on ours."""
+        other = copy.copy(self)
+        other._use(self._lowest)
+        return other
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
@@ -88,13 +97,34 @@ class Gpu:
             free, total = torch.cuda.mem_get_info()
             raise CudaError(f"{size} bytes of GPU memory are needed and {free} of {total} are free") from error
         finally:
-            self._context.pop()
+            self._context.pop()  # it is torch's current one anyway: nothing stays pushed
         self._held.append(memory)
         return torch.as_tensor(_Bytes(int(memory), size), device="cuda")
 
     def pinned(self, *shape: int) -> Tensor:
         """Zeroed int32 memory of the host that kernels may read and write."""
         return torch.zeros(shape, dtype=torch.int32).pin_memory()
+
+    def export(self, pool: Tensor) -> bytes:
+        """A handle with which other processes of this host can open what `pool` returned."""
+        return bytes(self._check(self._driver.cuIpcGetMemHandle(pool.data_ptr())).reserved)
+
+    def open(self, handle: bytes) -> int:
+        """The address of another process's memory: on this card, or on one that this card reaches. Raises CudaError."""
+        exported = self._driver.CUipcMemHandle()
+        exported.reserved = handle
+        self._bind()
+        flag = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return int(self._check(self._driver.cuIpcOpenMemHandle(exported, flag.value)))
+
+    def close(self, address: int) -> None:
+        """Gives up what `open` returned. Until then the memory stays, also when its owner has ended."""
+        self._bind()
+        self._check(self._driver.cuIpcCloseMemHandle(address))
+
+    def _bind(self) -> None:
+        """The driver's calls need the context in the thread that makes them."""
+        self._check(self._driver.cuCtxSetCurrent(self._primary))
 
     def free_bytes(self) -> tuple[int, int]:
         """Free and in total, of the whole card."""
@@ -111,9 +141,9 @@ class Gpu:
 
     # ---- order ----------------------------------------------------------------------------------------------------
 
-    def mark(self) -> torch.cuda.Event:
-        """Everything launched so far; synchronize() waits for it."""
-        event = torch.cuda.Event()
+    def mark(self, *, sleeping: bool = False) -> torch.cuda.Event:
+        """Everything launched so far; synchronize() waits for it, asleep or, which is quicker, on a busy core."""
+        event = torch.cuda.Event(blocking=sleeping)
         event.record(self.stream)
         return event
 
@@ -142,7 +172,7 @@ class Gpu:
         config.gridDimX, config.gridDimY, config.gridDimZ = *launch.grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = launch.block, 1, 1
         config.sharedMemBytes = launch.shared
-        config.hStream = self._stream.handle
+        config.hStream = self._stream
         if overlap:
             config.attrs, config.numAttrs = self._overlapped, 1
         function = self._functions.get((launch.kernel, launch.function)) or self._function(launch)

@@ -25,6 +25,7 @@ RING_HEADER = 8  # ints before an entry's tokens, in advance.cu
 
 RAISE_SHARED = 32 << 10  # a function may use 48 KiB unasked, what it declares itself included
 _COPY_PIECE = 256 * 4 * 16  # bytes of a block that one block of threads copies, in blocks.cu
+_WIDE = 512  # threads that copy and digest, in blocks.cu
 
 
 class Ending(enum.IntEnum):
@@ -231,6 +232,23 @@ def copy_blocks(block_bytes: int, blocks: int) -> Launch:
     """Arguments: to, from, to_ids or 0, from_ids or 0. At most 65,535 blocks a launch."""
     grid = (_over(block_bytes, _COPY_PIECE), blocks)
     return Launch(kernel("blocks", BLOCK_BYTES=block_bytes), "copy_blocks", grid, 256)
+
+
+def copy_and_digest(block_bytes: int, blocks: int, ctas: int) -> Launch:
+    """Arguments: to, from, to_ids, from_ids, sums (64 bits each, zero before), their number (int). `ctas` bounds how
+    much of the card it takes: two fill half a multiprocessor."""
+    return Launch(kernel("blocks", BLOCK_BYTES=block_bytes), "copy_and_digest", (_ctas(block_bytes, blocks, ctas), 1),
+                  _WIDE)  # fmt: skip
+
+
+def digest_blocks(block_bytes: int, blocks: int, ctas: int) -> Launch:
+    """Arguments: pool, ids, sums (64 bits each, zero before), their number (int)."""
+    return Launch(kernel("blocks", BLOCK_BYTES=block_bytes), "digest_blocks", (_ctas(block_bytes, blocks, ctas), 1),
+                  _WIDE)  # fmt: skip
+
+
+def _ctas(block_bytes: int, blocks: int, most: int) -> int:
+    return min(most, blocks * _over(block_bytes, _WIDE * 4 * 16))
 
 
 def zero_blocks(block_bytes: int, blocks: int) -> Launch:
