@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import typer
 
+from pagewire.cli import bench_flags as flags
+from pagewire.cli.flags import DEFAULT_ADDRESS, Address, ApiKey, TlsCa, TlsCert, TlsKey, TokenFile
+
 bench = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -19,3 +22,69 @@ bench = typer.Typer(
 @bench.callback()
 def _group() -> None:
     """A group even while it has one command."""
+
+
+@bench.command()
+def serve(
+    objectives: flags.MoreObjectives = None,
+    protocol: flags.Protocol = "grpc",
+    address: Address = DEFAULT_ADDRESS,
+    base_url: flags.BaseUrl = "http://127.0.0.1:8000",
+    endpoint: flags.Endpoint = "/v1/completions",
+    model: flags.Model = "",
+    num_prompts: flags.NumPrompts = 1000,
+    request_rate: flags.RequestRate = float("inf"),
+    burstiness: flags.Burstiness = 1.0,
+    max_concurrency: flags.MaxConcurrency = None,
+    num_warmups: flags.NumWarmups = 0,
+    seed: flags.LoadSeed = 0,
+    timeout: flags.Timeout = 600.0,
+    ready_check_timeout_sec: flags.ReadyTimeout = 0.0,
+    dataset_name: flags.DatasetName = "random",
+    dataset_path: flags.DatasetPath = None,
+    input_len: flags.InputLen = 128,
+    output_len: flags.OutputLen = None,
+    random_range_ratio: flags.RangeRatio = 0.0,
+    prefix_len: flags.PrefixLen = 256,
+    suffix_len: flags.SuffixLen = 64,
+    num_prefixes: flags.NumPrefixes = 4,
+    ignore_eos: flags.IgnoreEos = None,
+    temperature: flags.LoadTemperature = 0.0,
+    goodput: flags.Goodput = None,
+    percentile_metrics: flags.PercentileMetrics = "ttft,tpot,itl",
+    metric_percentiles: flags.MetricPercentiles = "99",
+    save_result: flags.SaveResult = False,
+    save_detailed: flags.SaveDetailed = False,
+    result_dir: flags.ResultDir = None,
+    result_filename: flags.ResultFilename = None,
+    plot: flags.Plot = None,
+    api_key: ApiKey = None,
+    token_file: TokenFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+) -> None:
+    """Put load on a running server and print what `vllm bench serve` prints. Exits with 1 if any request failed."""
+    from pagewire.cli.bench_serve import Output, refusals, security
+    from pagewire.cli.bench_serve import serve as run_serve
+
+    with refusals():
+        from benchmarks.serve import settings as given
+
+        lengths = given.Lengths(
+            dataset=dataset_name, path=dataset_path, input_len=input_len, output_len=output_len,
+            range_ratio=random_range_ratio, prefix_len=prefix_len,
+            suffix_len=suffix_len, num_prefixes=num_prefixes,
+        )  # fmt: skip
+        settings = given.Settings(
+            protocol=protocol, address=address, base_url=base_url, endpoint=endpoint, api_key=api_key,
+            security=security(token_file, tls_cert, tls_key, tls_ca), model=model, lengths=lengths,
+            num_prompts=num_prompts, num_warmups=num_warmups, seed=seed, request_rate=request_rate,
+            burstiness=burstiness, max_concurrency=max_concurrency,
+            ignore_eos=dataset_name != "sharegpt" if ignore_eos is None else ignore_eos, temperature=temperature,
+            timeout=timeout, ready_timeout=ready_check_timeout_sec,
+            goodput=given.parse_goodput(goodput, objectives),
+            percentile_metrics=given.parse_metrics(percentile_metrics),
+            percentiles=given.parse_percentiles(metric_percentiles),
+        )  # fmt: skip
+        run_serve(settings, Output(save_result, save_detailed, result_dir, result_filename, plot))
