@@ -18,7 +18,7 @@ from engine.config import EngineConfig, ModelConfig, ModelError
 from engine.messages import KvLayout, Node, TransportOffer, WorkerHello
 from engine.shared_memory import SharedMemory
 from engine.types import SamplingParams
-from wire.options import WorkerOptions
+from wire.options import ON_CPU, WorkerOptions
 from wire.worker import CannotStart
 
 if TYPE_CHECKING:
@@ -94,33 +94,21 @@ def _with_torch(options: WorkerOptions, source: ModelSource, model: ModelConfig,
     import torch
 
     torch.set_num_threads(options.threads)
-    if _wants_card(options, phases):
-        return _on_card(options, source, model, phases)
-    return _on_cpu(options, source, model, phases)
-
-
-def _wants_card(options: WorkerOptions, phases: _Phases) -> bool:
-    """--device auto takes a card if there is one; --row-tile asks for the CPU's deterministic mode."""
-    import torch
-
     if options.device == "cpu":
-        return False
-    if torch.cuda.is_available():
-        return options.device == "cuda" or options.row_tile is None
-    if options.device == "cuda":
-        raise CannotStart("--device cuda: torch finds no CUDA GPU here; --device cpu and auto run on the CPU")
-    phases("no CUDA GPU: running on the CPU", 0.0)
-    return False
+        return _on_cpu(options, source, model, phases, "")
+    from kvtransfer.startup_cuda import NoCard, on_cuda, usable_card
 
-
-def _on_card(options: WorkerOptions, source: ModelSource, model: ModelConfig, phases: _Phases) -> Engine:
-    from kvtransfer.startup_cuda import on_cuda
-
+    if options.device == "auto" and options.row_tile is not None:
+        return _on_cpu(options, source, model, phases, "--row-tile is its deterministic mode")
+    if options.row_tile is not None:
+        raise CannotStart("--row-tile is the CPU's deterministic mode: use it with --device cpu")
     try:
-        runner, config, layout, where = on_cuda(options, source, model, _longest(options, model), phases)
-    except ModuleNotFoundError as error:  # PyCUDA comes with an extra
-        hint = "pip install 'pagewire[cuda]', or use --device cpu"
-        raise CannotStart(f"this machine's GPU needs the Python package {error.name}: {hint}") from error
+        gpu = usable_card(options, model)
+    except NoCard as reason:
+        if options.device == "cuda":
+            raise CannotStart(f"--device cuda: {reason}; --device cpu and auto run on the CPU") from reason
+        return _on_cpu(options, source, model, phases, str(reason))
+    runner, config, layout, where = on_cuda(options, source, model, _longest(options, model), gpu, phases)
     return Engine(runner, config, layout, f"{where}, {_room(config)}", ahead=runner)
 
 
@@ -133,7 +121,8 @@ def _room(config: EngineConfig) -> str:
     )
 
 
-def _on_cpu(options: WorkerOptions, source: ModelSource, model: ModelConfig, phases: _Phases) -> Engine:
+def _on_cpu(options: WorkerOptions, source: ModelSource, model: ModelConfig, phases: _Phases, reason: str) -> Engine:
+    """`reason`: why not on a card, if --device left it open."""
     import torch
 
     from engine.backend.cpu import CPUBackend
@@ -142,6 +131,8 @@ def _on_cpu(options: WorkerOptions, source: ModelSource, model: ModelConfig, pha
     from engine.models.llama import Llama
     from engine.runner import ModelRunner
 
+    if reason:
+        phases(f"{ON_CPU}: {reason}", 0.0)
     dtype = "float32" if options.dtype == "auto" else options.dtype
     # Threads are not part of it: a row tile makes the bits independent of them, and without one they are not compared.
     capability = torch.backends.cpu.get_cpu_capability()
@@ -157,7 +148,7 @@ def _on_cpu(options: WorkerOptions, source: ModelSource, model: ModelConfig, pha
     runner = ModelRunner(weights, config, KVCache(layout, config.num_blocks, memory=memory), CPUBackend())
     phases("warming up", 0.0)
     _warm_up(runner)
-    description = f"{source.name}, {dtype}, {options.threads} threads, {_room(config)}"
+    description = f"{source.name}, {dtype} on the CPU, {options.threads} threads, {_room(config)}"
     return Engine(runner, config, layout, description, memory)
 
 

@@ -163,8 +163,8 @@ def _longest_step(runner: CudaRunner, gpu: Gpu, tokens: int) -> Step:
             f"--max-num-batched-tokens {fewer} fits"
         )
     raise CannotStart(
-        f"the GPU's memory does not suffice for a step of {least} tokens beside the weights: {lacking}; a smaller model "
-        f"or --device cpu may fit"
+        f"the GPU's memory does not suffice for a step of {least} tokens beside the weights: {lacking}; a smaller "
+        f"model or --device cpu may fit"
     )
 
 

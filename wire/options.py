@@ -17,6 +17,7 @@ from wire.ports import at
 from wire.security import Security
 
 _WILDCARDS = ("0.0.0.0", "::")
+ON_CPU = "running on the CPU"  # begins the line in which a worker says why it takes no card
 TRANSPORTS = ("auto", "memfd", "grpc")
 
 
