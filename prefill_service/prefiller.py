@@ -99,6 +99,7 @@ class Prefiller:
         self.pool = pool
         self.promised = 0
         self.stalled = False
+        self.budget = config.max_num_batched_tokens  # of the next step; whoever shares the device may lower it
         self._promises = promises
         self.draining = False
         self.ignored: Counter[str] = Counter()
@@ -213,6 +214,10 @@ class Prefiller:
         root = root_digest(start.cache_namespace, layout.model_digest, "", layout.dtype, layout.block_size)
         return chain(root, start.token_ids, layout.block_size)
 
+    def admit(self, now: float) -> list[Action]:
+        """Another stage on the same pool gave blocks back."""
+        return self._admit(now) if self.scheduler.waiting else []
+
     def _admit(self, now: float) -> list[Action]:
         """Accepts waiting jobs, oldest first, while their whole prompts fit."""
         actions: list[Action] = []
@@ -244,7 +249,7 @@ class Prefiller:
 
     def next_batch(self, now: float) -> Batch | None:
         """The next step's work; None while `depth` steps are in flight or nothing is left to compute."""
-        return self.scheduler.next_batch()
+        return self.scheduler.next_batch(self.budget)
 
     def on_step(self, output: StepOutput, now: float) -> list[Action]:
         tokens = sum(chunk.count for chunk in self.scheduler.flights[0])

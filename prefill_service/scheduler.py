@@ -169,12 +169,13 @@ class PrefillScheduler:
 
     # ---- filling ----------------------------------------------------------------------------------------------
 
-    def next_batch(self) -> Batch | None:
-        """Packs chunks of the oldest prompts under the token budget. None while `depth` batches are in flight."""
+    def next_batch(self, budget: int | None = None) -> Batch | None:
+        """Packs chunks of the oldest prompts under the token budget, which the caller may lower. None while `depth`
+        batches are in flight."""
         if len(self.flights) >= self._depth:
             return None
         batch, chunks = Batch(), list[Chunk]()
-        budget = self.config.max_num_batched_tokens
+        budget = min(budget or self.config.max_num_batched_tokens, self.config.max_num_batched_tokens)
         for filling in self.filling:
             if budget == 0:
                 break
