@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.messages import DecodeCommand, PrefillCommand, Reason
 from engine.types import FinishReason, SamplingParams, Token, TokenLogprob
@@ -63,8 +64,9 @@ class ToWorker:
     command: PrefillCommand | DecodeCommand
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(NamedTuple):
+    """A tuple, since there is one for every token."""
+
     request: int
     tokens: Sequence[Token]
     prompt_logprobs: Sequence[TokenLogprob] = ()

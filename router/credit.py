@@ -23,7 +23,7 @@ class Window:
         self.granted = self.consumed + self.window
         return self.granted
 
-    def read_to(self, index: int, now: float) -> bool:
+    def read_to(self, index: int) -> bool:
         """The client has taken every token below `index`; False if that is no news."""
         if index <= self.consumed:
             return False

@@ -30,7 +30,7 @@ from router.actions import Action, End, FlowAction, LinkFailed, RouterRequest
 from router.admission import Closing, RouterConfig, TooLong, check_queue, check_resume, fit, limit_of
 from router.flow import Flow
 from router.suspects import Suspects
-from router.workers import Role, Workers
+from router.workers import Role, Worker, Workers
 
 
 class Dispatcher:
@@ -92,8 +92,10 @@ class Dispatcher:
 
     def consumed(self, request: int, index: int, now: float) -> list[Action]:
         """The client has taken every token below `index`."""
-        flow = self.flows.get(request)
-        return self._settle(flow, flow.consumed_to(index, now), now) if flow else []
+        if (flow := self.flows.get(request)) is None:
+            return []
+        told = flow.consumed_to(index, now)
+        return told if flow.wants is None else self._settle(flow, told, now)  # one that waits may have waited for this
 
     def seed(self, request: int) -> int | None:
         """The seed in use, minted here if the request gave none; with it a client can resume."""
@@ -138,7 +140,7 @@ class Dispatcher:
         worker.heard_at = now
         match event:
             case StepBatch():
-                return self._step(address, event, now)
+                return self._step(worker, event, now)
             case WorkerLoad():
                 self.workers.report(worker, event, now)
                 return []
@@ -166,16 +168,20 @@ class Dispatcher:
             case Failed():
                 return flow.failed(address, role, event, now)
 
-    def _step(self, address: str, batch: StepBatch, now: float) -> list[Action]:
+    def _step(self, worker: Worker, batch: StepBatch, now: float) -> list[Action]:
         actions: list[Action] = []
-        for row in batch.rows:
-            if (flow := self.flows.get(row.key.request)) is not None:
-                actions += self._settle(flow, flow.row(address, row.key, row.token, now), now)
-            else:
+        jobs = worker.jobs
+        for key, token in batch.rows:
+            if (flow := self.flows.get(key.request)) is None:
                 self.ignored["Row"] += 1
+            elif (emit := flow.next_token(worker.address, key, token, now)) is not None:
+                actions.append(emit)
+                jobs[key.request] += 1
+            else:
+                actions += self._settle(flow, flow.row(worker.address, key, token, now), now)
         for finish in batch.finishes:
             if (flow := self.flows.get(finish.key.request)) is not None:
-                actions += self._settle(flow, flow.finished(address, finish, now), now)
+                actions += self._settle(flow, flow.finished(worker.address, finish, now), now)
             else:
                 self.ignored["Finish"] += 1
         return actions

@@ -33,7 +33,7 @@ from engine.messages import (
     Ticket,
 )
 from engine.types import FinishReason, SamplingParams, Token, TokenLogprob
-from router.actions import Emit, End, FlowAction, LinkFailed, Outcome, RouterRequest, Times, ToWorker
+from router.actions import Action, Emit, End, FlowAction, LinkFailed, Outcome, RouterRequest, Times, ToWorker
 from router.admission import RouterConfig
 from router.credit import Window
 from router.workers import Role
@@ -182,7 +182,7 @@ class Flow:
         actions: list[FlowAction] = []
         if len(self.log) == self.base:
             self._prefill_times = _add(self._prefill_times, event.times)
-            actions += self._accept(event.token, event.prompt_logprobs, now)
+            actions.append(self._accept(event.token, event.prompt_logprobs, now))
         elif role is Role.PREFILL:
             self.ignored["FirstToken"] += 1
         if event.finish_reason is not None:
@@ -190,6 +190,14 @@ class Flow:
         if role is Role.DECODE:
             self._echoed(leg)
         return actions
+
+    def next_token(self, address: str, key: RequestKey, token: Token, now: float) -> Emit | None:
+        """The usual row: the next token of the slot that runs there, which changes nothing but the log. Else None, and
+        nothing is done: `row` is for all others."""
+        leg = self.legs.get(Role.DECODE)
+        if leg is None or leg.state is not LegState.RUNNING or leg.key != key or leg.address != address or self.ended:
+            return None
+        return self._accept(token, (), now) if token.index == len(self.log) else None
 
     def row(self, address: str, key: RequestKey, token: Token, now: float) -> list[FlowAction]:
         leg = self._current(address, Role.DECODE, key, "Row")
@@ -203,7 +211,7 @@ class Flow:
             self.ignored["Row"] += 1
             return []
         self._echoed(leg)
-        return self._accept(token, (), now)
+        return [self._accept(token, (), now)]
 
     def finished(self, address: str, finish: Finish, now: float) -> list[FlowAction]:
         leg = self._current(address, Role.DECODE, finish.key, "Finish")
@@ -285,13 +293,12 @@ class Flow:
 
     # ---- what the client and the clock say ------------------------------------------------------------------
 
-    def consumed_to(self, index: int, now: float) -> list[FlowAction]:
+    def consumed_to(self, index: int, now: float) -> list[Action]:
         """The client has taken every token below `index`."""
-        if self.ended or not self.credit.read_to(min(index, len(self.log)), now):
+        if self.ended or not self.credit.read_to(min(index, len(self.log))):
             return []
-        leg = self.legs.get(Role.DECODE)
-        actions: list[FlowAction] = []
-        if leg is not None and self.credit.due:
+        actions: list[Action] = []
+        if self.credit.due and (leg := self.legs.get(Role.DECODE)) is not None:
             actions.append(ToWorker(leg.address, Role.DECODE, Credit(leg.key, self.credit.grant())))
         self._note_exhausted(now)
         return actions
@@ -337,7 +344,7 @@ class Flow:
         self.legs.pop(Role.PREFILL, None)
         self.ticket = None
 
-    def _accept(self, token: Token, prompt_logprobs: Sequence[TokenLogprob], now: float) -> list[FlowAction]:
+    def _accept(self, token: Token, prompt_logprobs: Sequence[TokenLogprob], now: float) -> Emit:
         self.log.append(token.token_id)
         if self._first_token_at is None:
             self._first_token_at = now
@@ -346,7 +353,7 @@ class Flow:
             shown = prompt_logprobs[: len(self.asked.prompt_ids)]  # a resume computes those of its output too
             self._prompt_logprobs_sent = True
         self._note_exhausted(now)
-        return [Emit(self.request, (token,), shown, self._cached_tokens)]
+        return Emit(self.request, (token,), shown, self._cached_tokens)
 
     def _note_exhausted(self, now: float) -> None:
         self.credit.note(len(self.log), Role.DECODE in self.legs, now)

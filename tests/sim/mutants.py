@@ -35,20 +35,23 @@ def no_index_check() -> Patches:
         if leg is None:
             return []
         self._echoed(leg)
-        return self._accept(token, (), now)
+        return [self._accept(token, (), now)]
+
+    def next_token(self: Flow, address: str, key: Any, token: Any, now: float) -> Any:
+        return None  # every row is an unusual one
 
     def first_token(self: Flow, address: str, role: Any, event: Any, now: float) -> Any:
         leg = self._current(address, role, event.key, "FirstToken")
         if leg is None:
             return []
-        actions = self._accept(event.token, event.prompt_logprobs, now)
+        actions: list[Any] = [self._accept(event.token, event.prompt_logprobs, now)]
         if role is Role.DECODE:
             self._echoed(leg)
         if event.finish_reason is not None:
             actions += self._end(now, event.finish_reason, stop_token_id=event.stop_token_id)
         return actions
 
-    return {(Flow, "row"): row, (Flow, "first_token"): first_token}
+    return {(Flow, "row"): row, (Flow, "next_token"): next_token, (Flow, "first_token"): first_token}
 
 
 def no_cancel_at_the_end() -> Patches:
