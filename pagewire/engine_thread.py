@@ -147,6 +147,7 @@ class EngineThread:
 
     text: TextModel
     engine: LocalEngine
+    description: str  # what is served, and how much of it at once
 
     def __init__(self, args: EngineArgs, say: Say) -> None:
         self._args = args
@@ -212,6 +213,7 @@ class EngineThread:
             raise CannotStart(f"tokenizer must be a directory with tokenizer.json, and {args.tokenizer} is none")
         self.text = TextModel([source.name], source.dir, args.tokenizer)
         parts = assemble(options, self._say)
+        self.description = parts.description
         self.engine = LocalEngine(parts.runner, parts.config, seed=args.seed)
         self._eos = parts.runner.eos_token_ids
 

@@ -24,20 +24,30 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from engine.types import SamplingParams
 from pagewire.answers import PagewireError
-from pagewire.engine_args import EngineArgs
+from pagewire.engine_args import EngineArgs, in_python
 from pagewire.engine_thread import EngineThread, Job
 from pagewire.outputs import RequestOutput
 from pagewire.prompts import Messages, PromptLike, check_params, listed, read_chat, read_prompt
 from router.text.model import Prompt
+from wire.options import ON_CPU
 
 _AHEAD = 2  # jobs that the engine has, for each sequence that it can run
 
 
 def start(args: EngineArgs) -> EngineThread:
-    """Shows on a terminal what it is doing; elsewhere it is silent."""
-    console = Console(stderr=True)
+    """Shows on a terminal what it is doing, and what it serves; elsewhere it says only why it takes no card."""
+    console = Console(stderr=True, highlight=False)
+
+    def said(phase: str) -> None:
+        status.update(phase)
+        if phase.startswith(ON_CPU):
+            console.print(in_python(phase), markup=False, soft_wrap=True)
+
     with console.status(f"loading {args.options.model}") as status:
-        return EngineThread(args, lambda phase: status.update(phase))
+        thread = EngineThread(args, said)
+    if console.is_terminal:
+        console.print(thread.description, markup=False, soft_wrap=True)
+    return thread
 
 
 class LLM:

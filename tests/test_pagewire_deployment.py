@@ -46,6 +46,15 @@ def test_workers_share_the_cores_and_every_process_ends_with_its_parent() -> Non
     assert "--threads" not in started[1].argv, "the worker's own rule decides"
 
 
+def test_workers_that_share_a_card_are_told_its_share_and_the_router_is_not() -> None:
+    router, *workers = programs(Topology("smollm2", device="cuda", gpu_memory_utilization=0.5))
+    assert [flag(worker, "--device") for worker in workers] == ["cuda"] * 2
+    assert [flag(worker, "--gpu-memory-utilization") for worker in workers] == ["0.5"] * 2
+    assert [flag(worker, "--workers-on-host") for worker in workers] == ["2"] * 2
+    assert "--device" not in router.argv
+    assert "--device" not in programs(Topology("smollm2"))[1].argv, "the worker's own rule decides"
+
+
 def test_a_folder_named_like_our_package_in_the_working_directory_is_not_started() -> None:
     assert all("-P" in program.argv for program in programs(Topology("smollm2")))
 

@@ -287,6 +287,17 @@ def test_importing_pagewire_and_naming_its_doors_loads_no_torch() -> None:
     assert done.stdout == "True False False\n"
 
 
+def test_without_a_card_auto_says_one_line_and_runs_on_the_cpu_and_cuda_refuses(
+    model_cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with LLM("random:tiny", device="auto", **arguments(model_cache)) as llm:
+        assert llm.generate("x", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("running on the CPU: torch ")
+    with pytest.raises(PagewireError, match="^device cuda: torch .*; device cpu and auto run on the CPU$"):
+        LLM("random:tiny", device="cuda", **arguments(model_cache))
+
+
 # ---- AsyncLLMEngine -----------------------------------------------------------------------------------------------
 
 

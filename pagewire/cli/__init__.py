@@ -22,6 +22,8 @@ from pagewire.cli.flags import (
     Address,
     ApiKey,
     Config,
+    Device,
+    GpuMemoryUtilization,
     Insecure,
     Json,
     MaxTokens,
@@ -77,8 +79,13 @@ def up(
         int | None, typer.Option(min=1, help="Compute threads per worker (default: cores / workers).")
     ] = None,
     kv_memory: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="KV pool of each worker, such as 512MiB (default: 1GiB).")
+        str | None,
+        typer.Option(
+            metavar="BYTES", help="KV pool of each worker, such as 512MiB (default: 1GiB; on a card what is left)."
+        ),
     ] = None,
+    device: Device = None,
+    gpu_memory_utilization: GpuMemoryUtilization = None,
     block_size: Annotated[
         int | None, typer.Option(help="Tokens per KV block: 16, 32, 64 or 128 (default: 16).")
     ] = None,

@@ -48,6 +48,8 @@ class Topology:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
+    device: str | None = None
+    gpu_memory_utilization: float | None = None
     dtype: str | None = None
     row_tile: int | None = None
     transport: str | None = None
@@ -112,6 +114,8 @@ def worker_flags(topology: Topology) -> tuple[str, ...]:
         "--max-num-seqs": topology.max_num_seqs,
         "--max-num-batched-tokens": topology.max_num_batched_tokens,
         "--max-model-len": topology.max_model_len,
+        "--device": topology.device,
+        "--gpu-memory-utilization": topology.gpu_memory_utilization,
         "--dtype": topology.dtype,
         "--row-tile": topology.row_tile,
         "--transport": topology.transport,

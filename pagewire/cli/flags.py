@@ -52,6 +52,12 @@ Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, help="0 always ta
 TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this total mass.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same text.")]
 
+Device = Annotated[
+    str | None, typer.Option(help="auto, cpu or cuda (default: auto, a CUDA card if there is one that can be used).")
+]
+GpuMemoryUtilization = Annotated[
+    float | None, typer.Option(help="Part of the card's memory that all workers may use together (default: 0.9).")
+]
 RowTile = Annotated[int | None, typer.Option(min=1, max=1024, help="Deterministic mode: rows per linear, such as 16.")]
 
 ApiKey = Annotated[

@@ -57,6 +57,10 @@ class Phases:
             total = 1.0 if fraction is not None else None
             self._progress.update(self._tasks[name], description=note, completed=fraction or 0.0, total=total)
 
+    def tell(self, name: str, note: str) -> None:
+        """A line that stays."""
+        self._line(name, note)
+
     def end(self, name: str, note: str) -> None:
         self._ended.add(name)
         if self._progress:

@@ -23,6 +23,7 @@ from pagewire.cli.failure import CommandFailed
 from pagewire.cli.phases import Phases
 from pagewire.cli.processes import Child, child_environment
 from pagewire.cli.status import print_deployment
+from wire.options import ON_CPU
 from wire.security import Security
 
 LOADER_LINE_BYTES = 2**20
@@ -132,7 +133,12 @@ async def _with_deaths(work: Coroutine[Any, Any, None], deployment: Deployment) 
 
 
 async def _start(topology: Topology, deployment: Deployment, phases: Phases) -> None:
+    told: set[str] = set()
+
     def said(name: str, phase: str) -> None:
+        if phase.startswith(ON_CPU) and phase not in told:  # once for all workers
+            told.add(phase)
+            phases.tell("workers", phase)
         phases.note(name, phase)
 
     def ready(child: Child) -> None:
