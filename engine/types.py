@@ -56,8 +56,7 @@ class TokenLogprob(NamedTuple):
     top: tuple[Candidate, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """One generated token. `index` counts from 0 within the request, over all attempts."""
 
     index: int

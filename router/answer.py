@@ -44,25 +44,23 @@ class Answer:
         self.tokens = 0  # of the whole answer, resumed ones included
         self.stopped: str | None = None  # the stop string that ended it
         self.ended = False
-        for token_id in resume:
-            self._show(token_id)
+        self._show_all(resume)
         self._piece = Piece()
         if output.echo_prompt and not resume:
             self._piece = Piece(tokenizer.decode(prompt_ids, output.keep_special_tokens), list(prompt_ids))
 
     def extend(self, tokens: Sequence[Token], outcome: Outcome | None = None) -> None:
         """`outcome` says that these tokens are the last. What follows a stop string is dropped."""
-        terminator = self._terminator(tokens, outcome)
-        for token in tokens:
-            if self.stopped is not None:
-                break
-            self._piece.tokens.append(token.token_id)
-            if token.logprob is not None:
-                self._piece.logprobs.append(token.logprob)
-            if token is terminator:
-                self.tokens += 1
-            else:
-                self._show(token.token_id)
+        ids = [token.token_id for token in tokens]
+        hidden = self._hides_last(tokens, outcome)
+        before = self.tokens
+        if self.stopped is None:
+            self._show_all(ids[:-1] if hidden else ids)
+        if self.stopped is None:
+            self.tokens += hidden
+        taken = self.tokens - before  # all, or as many as there are up to a stop string
+        self._piece.tokens += ids[:taken]
+        self._piece.logprobs += [token.logprob for token in tokens[:taken] if token.logprob is not None]
         if outcome is not None:
             self._end(outcome)
 
@@ -75,11 +73,22 @@ class Answer:
         piece, self._piece = self._piece, Piece()
         return piece
 
-    def _terminator(self, tokens: Sequence[Token], outcome: Outcome | None) -> Token | None:
-        """The end token or stop token that ended the answer: its text is not part of it unless asked for."""
+    def _hides_last(self, tokens: Sequence[Token], outcome: Outcome | None) -> bool:
+        """The text of the end token or stop token that ended the answer is not part of it unless asked for."""
         if outcome is None or not tokens or self._params.include_stop_in_output:
-            return None
-        return tokens[-1] if outcome.code == "OK" and outcome.finish_reason is FinishReason.STOP else None
+            return False
+        return outcome.code == "OK" and outcome.finish_reason is FinishReason.STOP
+
+    def _show_all(self, token_ids: Sequence[int]) -> None:
+        """Up to a stop string; the token that completes one is the last."""
+        if not self._params.stop:
+            self._piece.text += self._detokenizer.steps(token_ids)
+            self.tokens += len(token_ids)
+            return
+        for token_id in token_ids:
+            self._show(token_id)
+            if self.stopped is not None:
+                return
 
     def _show(self, token_id: int) -> None:
         text = self._detokenizer.step(token_id)

@@ -67,6 +67,17 @@ def test_a_resumed_answer_continues_the_text_that_the_client_has(ids: list[int],
     assert shown + "".join(run(resumed, ids[cut:])) == "".join(run(whole, ids))
 
 
+@given(st.one_of(st.lists(st.integers(0, VOCAB - 1), max_size=60), st.text(max_size=60)), st.lists(st.integers(1, 9)))
+@settings(deadline=None, max_examples=200)
+def test_tokens_that_come_together_give_what_they_give_one_by_one(given: list[int] | str, sizes: list[int]) -> None:
+    ids = BYTE_LEVEL.encode(given, False) if isinstance(given, str) else given
+    alone, together = BYTE_LEVEL.detokenizer((1, 2)), BYTE_LEVEL.detokenizer((1, 2))
+    for size in [*sizes, 60]:
+        part, ids = ids[:size], ids[size:]
+        assert together.steps(part) == "".join(map(alone.step, part))
+    assert together.finish() == alone.finish()
+
+
 @pytest.mark.parametrize("character", ["é", "✓", "🎉", "न"])
 def test_a_character_appears_with_its_last_byte(character: str) -> None:
     ids = [BYTE_LEVEL.encode(chr(0), False)[0], *make_tokenizer().encode(character).ids]
@@ -108,6 +119,8 @@ def test_the_window_stays_small_whatever_comes() -> None:
     for token_id in [*range(VOCAB), *[0x80] * 200, *BYTE_LEVEL.encode("hello world " * 30, False)]:
         detokenizer.step(token_id)
     assert max(lengths) <= WINDOW_TOKENS + 4
+    detokenizer.steps(BYTE_LEVEL.encode("hello world " * 300, False))
+    assert max(lengths) <= 2 * WINDOW_TOKENS
 
 
 def test_a_directory_without_a_tokenizer_says_what_it_holds(tmp_path: Path) -> None:

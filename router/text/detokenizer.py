@@ -1,4 +1,4 @@
-"""Tokens into text, one token at a time, without ever splitting a character.
+"""Tokens into text as they come, without ever splitting a character.
 
 A character may be spread over several tokens, and a decoder may render a token differently behind other tokens
 (a leading space, a run of byte tokens). So every step decodes a short window of tokens that the text before
@@ -43,6 +43,26 @@ class Detokenizer:
         if not self._held:
             self._boundary = len(self._window)
         return piece
+
+    def steps(self, token_ids: Sequence[int]) -> str:
+        """What `step` gives for each of them, joined: by one decode wherever all of it is whole characters."""
+        text = ""
+        for start in range(0, len(token_ids), WINDOW_TOKENS):
+            text += self._steps(token_ids[start : start + WINDOW_TOKENS])
+        return text
+
+    def _steps(self, token_ids: Sequence[int]) -> str:
+        if not self._held:
+            window = [*self._window, *token_ids]
+            text = self._decode(window)
+            if REPLACEMENT not in text:
+                piece = text[self._sent :]
+                self._window, self._sent = window, len(text)
+                if len(window) >= WINDOW_TOKENS:
+                    self._trim(0)
+                self._boundary = len(self._window)
+                return piece
+        return "".join(map(self.step, token_ids))
 
     def finish(self) -> str:
         """What is still held back: bytes that never became a character, as U+FFFD."""
