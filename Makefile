@@ -16,17 +16,22 @@ UP_FLAGS      ?=
 NVCC          := $(VENV)/nvcc/nvidia/cu13/bin/nvcc
 NVCC_PACKAGE  := cuda-toolkit[nvcc,cccl]==13.0.*
 
+# Debian's packages, for the tests that need a program; as root, as CI is, or by hand before.
+APT    := apt-get install --yes --quiet --no-install-recommends
+NO_APT := This test needs a Debian package that could not be installed; as root: apt-get update && apt-get install
+
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PROMPT_TEXT := $(value PROMPT)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint format kernels protos install clean
+.PHONY: help demo serve test test-page lint format kernels protos install clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    install, start router, prefill and decode on this machine, answer PROMPT, stop"
 	@echo "make serve   install, start them and keep them up"
 	@echo "make test    unit, property and short end-to-end tests on the CPU"
+	@echo "make test-page    the page of the HTTP port in headless Chromium"
 	@echo "make lint    ruff, mypy and buf"
 	@echo "make format  ruff's formatter and import order, in place"
 	@echo "make protos  generate the protobuf modules again after an edit"
@@ -41,6 +46,11 @@ serve: $(STAMP)/model
 
 test: $(STAMP)/dev $(STAMP)/model
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_FLAGS)
+
+test-page: $(STAMP)/dev
+	@test -x /usr/bin/chromium || $(APT) chromium || { echo "$(NO_APT) chromium"; exit 1; }
+	@$(PIP) install --quiet --constraint requirements.lock playwright
+	$(BIN)/python -m pytest tests/page_in_chromium.py
 
 lint: $(STAMP)/dev
 	$(BIN)/ruff check .

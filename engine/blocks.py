@@ -48,6 +48,11 @@ class BlockPool:
         """How many blocks take() can give now."""
         return len(self._free) + len(self._cached)
 
+    @property
+    def cached(self) -> int:
+        """How many of those hold a named prefix that nobody uses."""
+        return len(self._cached)
+
     def take(self, n: int) -> list[int]:
         """n blocks with one reference each, or OutOfBlocks and nothing taken. Their bytes are a former tenant's."""
         assert n >= 0, f"take({n})"

@@ -420,6 +420,7 @@ class Prefiller:
             leased_blocks=sum(len(table.blocks) for table in self._tables.values()),
             step_seconds=self._step_seconds,
             draining=self.draining,
+            cached_blocks=self.pool.cached,
         )
 
     def _load_for(self, session: int) -> ToRouter:

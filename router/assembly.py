@@ -20,6 +20,7 @@ from router.front import Deadlines, Front
 from router.metrics import Counts, Standing
 from router.openai.app import build_app
 from router.openai.server import serve
+from router.page.routes import add_page
 from router.preparing import ServedModel, prepare
 from router.servicer import GenerationService
 from router.sessions import Sessions
@@ -59,6 +60,7 @@ class Router:
         """Until `stop` is set and what was running has ended, or had its grace. Raises CannotServe."""
         security = self._settings.security
         app = build_app(self._front, self._ready, self._counts.registry, self._settings.api_key or security.token)
+        add_page(app, self._front, self._dispatcher, self._ready)
         work = [self._driver.run(), self._serve(), self._watch(stop), self._counts.report()]
         work.append(serve(app, self._http, security))
         tasks = [asyncio.create_task(each) for each in work]

@@ -430,12 +430,13 @@ class Flow:
         self.ended = True
         self.wants = None
         outcome = Outcome(
-            finish_reason, len(self.asked.prompt_ids), len(self.log), self._cached_tokens, self._times(now),
+            finish_reason, len(self.asked.prompt_ids), len(self.log), self._cached_tokens, self.times(now),
             stop_token_id, code, sentence, reason, facts or {},
         )  # fmt: skip
         return [*actions, End(self.request, outcome)]
 
-    def _times(self, now: float) -> Times:
+    def times(self, now: float) -> Times:
+        """What the stages took that are over; the one that lasts is not in it."""
         started = now if self._started_at is None else self._started_at
         first = None if self._first_token_at is None else self._first_token_at - self.submitted_at
         prefill, decode = self._prefill_times, self._decode_times

@@ -1,6 +1,7 @@
 """What every HTTP call passes before its route sees it: the key, the size of its body, and what nobody foresaw.
 
-Pure ASGI. /health and /ping are open, as probes need them; everything else needs the key where there is one.
+Pure ASGI. /health and /ping are open, as probes need them, and so are the page's files, which tell nothing; everything
+else needs the key where there is one.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.border import internal_error
 from router.openai.errors import error_response
+from router.page.routes import ASSETS
 from router.status import RequestError
 
-OPEN_PATHS = frozenset({"/health", "/ping"})
+OPEN_PATHS = frozenset({"/health", "/ping", *ASSETS})
 MAX_BODY_BYTES = 8 * 2**20  # a prompt of a million token ids fits
 
 
