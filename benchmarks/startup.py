@@ -36,11 +36,10 @@ def free_port() -> int:
 def seconds_until(what: str, model: str, threads: int) -> float:
     module, service = PROGRAMS[what]
     port = free_port()
-    argv = [sys.executable, "-m", module, "--port", str(port), "--model", model, "--exit-with-parent"]
+    ports = ("--port", str(port), "--http-port", "0")
+    argv = [sys.executable, "-m", module, *ports, "--model", model, "--exit-with-parent"]
     argv += (
-        ["--http-port", "0", "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1"]
-        if module == "router"
-        else ["--threads", str(threads)]
+        ["--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1"] if module == "router" else ["--threads", str(threads)]
     )
     started = time.monotonic()
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

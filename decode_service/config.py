@@ -11,6 +11,7 @@ ROLE = Role(
     name="decode",
     service="pagewire.v1.DecodeService",
     port=50071,
+    http_port=8071,
     max_num_seqs=64,  # sequences that run at a time, one token each per step
     max_num_batched_tokens=64,
 )

@@ -23,6 +23,7 @@ from kvtransfer.startup import Assemble, Say, assemble, offers
 from protos import worker_pb2, worker_pb2_grpc
 from wire.channel import open_channel, write
 from wire.codec import decode_command_from_pb, decode_event_to_pb
+from wire.observer import Observer
 from wire.options import WorkerOptions
 from wire.session import serve
 
@@ -31,6 +32,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
     """A wire.worker Stage. Until the model is loaded every call is refused."""
 
     def __init__(self, options: WorkerOptions, assemble: Assemble = assemble) -> None:
+        self.observer = Observer("decode")
         self._options = options
         self._assemble = assemble
         self._device = DeviceThread("decode")
@@ -55,7 +57,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
             transport=transports[0].kind,
             depth=engine.depth,
         )
-        self._driver = Driver(core, engine.runner.step, self._device, engine.ahead)
+        self._driver = Driver(core, engine.runner.step, self._device, engine.ahead, observer=self.observer)
         self._pulls = PullClients(
             core,
             engine.runner.cache,
@@ -66,6 +68,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         )
         self._driver.carry = self._pulls.carry
         self._hello = engine.hello(node, transports)
+        self.observer.serving(core, self._hello, self._options.model)
         return f"{engine.description}, KV by {' or '.join(offer.kind for offer in transports)}"
 
     def _connect(self, address: str) -> grpc.aio.Channel:

@@ -17,6 +17,7 @@ from engine.device_thread import DeviceThread, ahead_loop, engine_loop
 from engine.messages import RouterHello, WorkerLoad
 from kvtransfer.actions import Action, ToRouter
 from wire.logs import get_logger
+from wire.observer import Observer
 from wire.session import Outbound
 
 log = get_logger("driver")
@@ -61,7 +62,8 @@ class StepFailed(Exception):
 
 
 class Driver:
-    """`carry` carries out every action that is not for a router; whoever makes the pull service sets it.
+    """`carry` carries out every action that is not for a router; whoever makes the pull service sets it. `observer`
+    hears all that the routers say and are told.
 
     With `ahead`, which is then the runner of `step`, as many steps are in flight as it takes.
     """
@@ -72,8 +74,11 @@ class Driver:
         step: Callable[[Batch], StepOutput],
         device: DeviceThread,
         ahead: AheadRunner | None = None,
+        *,
+        observer: Observer,
     ) -> None:
         self.core = core
+        self._observer = observer
         self.carry: Callable[[Any], None] = _nowhere
         self._step_on_device = step
         self._device = device
@@ -95,6 +100,7 @@ class Driver:
                 self.carry(action)
             elif (outbound := self._outbounds.get(action.session)) is not None:
                 outbound.put(action.event)
+                self._observer.said(action.session, action.event)
         self._wake.set()
 
     # ---- sessions -------------------------------------------------------------------------------------------------
@@ -112,10 +118,12 @@ class Driver:
 
     def commanded(self, number: int, command: Any) -> None:
         self._audited = False
+        self._observer.commanded(number, command)
         self.apply(self.core.on_command(number, command, time.monotonic()))
 
     def closed(self, number: int) -> None:
         self._outbounds.pop(number, None)
+        self._observer.closed(number)
         if number in self.core.sessions:
             self.apply(self.core.detach(number, time.monotonic()))
 
@@ -150,7 +158,10 @@ class Driver:
         await ahead_loop(self._next_batch, submit, collect, self._on_step, self._wake, ahead.depth)
 
     def _next_batch(self) -> Batch | None:
-        return self.core.next_batch(time.monotonic())
+        batch = self.core.next_batch(time.monotonic())
+        if batch is not None:
+            self._observer.launched(len(batch.rows), sum(max(1, len(row.tokens)) for row in batch.rows))
+        return batch
 
     async def _step(self, batch: Batch) -> StepOutput:
         return await self._on_device(self._step_on_device, batch)
@@ -168,6 +179,7 @@ class Driver:
             self._step_began = None
 
     def _on_step(self, output: StepOutput) -> None:
+        self._observer.stepped(output.seconds)
         self.apply(self.core.on_step(output, time.monotonic()))
 
     async def _tick(self) -> None:

@@ -16,7 +16,7 @@ from pagewire.answers import PagewireError
 from wire.flags import BadOption
 from wire.options import Role, WorkerOptions, parse
 
-ROLE = Role(name="llm", service="", port=0, max_num_seqs=64, max_num_batched_tokens=2048)
+ROLE = Role(name="llm", service="", port=0, http_port=0, max_num_seqs=64, max_num_batched_tokens=2048)
 
 # Our argument, which is vLLM's where it has one, and the worker's flag that it is.
 _FLAGS = {

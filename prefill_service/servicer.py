@@ -25,6 +25,7 @@ from prefill_service.prefiller import Prefiller
 from protos import worker_pb2, worker_pb2_grpc
 from wire.channel import write
 from wire.codec import prefill_command_from_pb, prefill_event_to_pb
+from wire.observer import Observer
 from wire.options import WorkerOptions
 from wire.session import serve
 
@@ -33,6 +34,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
     """A wire.worker Stage. Until the model is loaded every call is refused."""
 
     def __init__(self, options: WorkerOptions, assemble: Assemble = assemble) -> None:
+        self.observer = Observer("prefill")
         self._options = options
         self._assemble = assemble
         self._device = DeviceThread("prefill")
@@ -61,13 +63,14 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
             transports=[offer.kind for offer in transports],
             rng=random.Random(secrets.randbits(64)),
         )
-        self._driver = Driver(core, engine.runner.step, self._device, engine.ahead)
+        self._driver = Driver(core, engine.runner.step, self._device, engine.ahead, observer=self.observer)
         self._transfer = KvTransferService(core, engine.runner.cache, self._driver.apply)
         self._driver.carry = self._transfer.carry
         if engine.memory is not None:
             self._pool = PoolServer(node.incarnation, engine.layout, engine.memory)
             self._pool.start()
         self._hello = engine.hello(node, transports)
+        self.observer.serving(core, self._hello, self._options.model)
         return f"{engine.description}, KV by {' or '.join(offer.kind for offer in transports)}"
 
     @property

@@ -12,7 +12,6 @@ import ctypes
 import importlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -64,7 +63,7 @@ async def _run(settings: Settings, began: float) -> None:
     stop = asyncio.Event()
     _on_signals(stop)
     late: list[Any] = []
-    http = _listen(settings)
+    http = listen(settings.host, settings.http_port, settings.security)  # before anything else: a taken port ends it
     server = open_server(settings.security, internal=False)
     health = Health(server, [border.SERVICE])
     border.add_to_server(lambda: late[0] if late else None, server)
@@ -84,14 +83,6 @@ async def _run(settings: Settings, began: float) -> None:
         http.close()
         await server.stop(FLUSH_S)
     _say("stopped")
-
-
-def _listen(settings: Settings) -> socket.socket:
-    """Before anything is started, so that a port that is taken ends it at once. Answers come from assembly's door."""
-    try:
-        return listen(settings.host, settings.http_port, settings.security)
-    except PortTaken as error:
-        raise PortTaken(str(error).replace("--port", "--http-port")) from None
 
 
 def _on_signals(stop: asyncio.Event) -> None:

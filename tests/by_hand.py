@@ -52,9 +52,7 @@ class Started:
 
 @contextmanager
 def started(log_dir: Path, module: str, *flags: str) -> Iterator[Started]:
-    if module == "router":
-        flags = ("--http-port", "0", *flags)
-    one = Started(log_dir / f"{module}-{time.monotonic_ns()}.log", module, *flags)
+    one = Started(log_dir / f"{module}-{time.monotonic_ns()}.log", module, "--http-port", "0", *flags)
     try:
         yield one
     finally:

@@ -134,9 +134,10 @@ def free_run(count: int) -> int:
 def make_topology(**options: Any) -> Topology:
     """Options are Topology's fields; the model is random:tiny and the ports are free unless given."""
     prefill, decode = options.setdefault("prefill", 1), options.setdefault("decode", 1)
-    first = free_run(2 + prefill + decode)
+    first = free_run(2 + 2 * (prefill + decode))
     ports = {"port": first, "prefill_port": first + 1, "decode_port": first + 1 + prefill}
-    ports["http_port"] = first + 1 + prefill + decode
+    ports["http_port"] = http = first + 1 + prefill + decode
+    ports |= {"prefill_http_port": http + 1, "decode_http_port": http + 1 + prefill}
     return Topology(**{"model": "random:tiny", "kv_memory": "16MiB", **ports, **options})
 
 

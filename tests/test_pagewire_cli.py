@@ -214,6 +214,8 @@ def up_flags(topology: Topology) -> list[str]:
         *("--model", topology.model, "--kv-memory", "16MiB", "--port", str(topology.port)),
         *("--prefill-port", str(topology.prefill_port), "--decode-port", str(topology.decode_port)),
         *("--http-port", str(topology.http_port), "--cache-dir", str(topology.cache_dir)),
+        *("--prefill-http-port", str(topology.prefill_http_port)),
+        *("--decode-http-port", str(topology.decode_http_port)),
     ]
 
 

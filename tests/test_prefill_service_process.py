@@ -24,7 +24,8 @@ PARAMS = SamplingParams(temperature=0, seed=1, max_tokens=12, ignore_eos=True)
 
 
 def start(role: Role, port: int, *argv: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", f"{role.name}_service", "--port", str(port), "--threads", "1", *argv]
+    ports = ("--port", str(port), "--http-port", "0")
+    command = [sys.executable, "-m", f"{role.name}_service", *ports, "--threads", "1", *argv]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -9,7 +9,7 @@ import pytest
 from wire.flags import BadOption, parse_bytes
 from wire.options import Role, parse
 
-ROLE = Role("prefill", "pagewire.v1.PrefillService", 50061, 32, 512)
+ROLE = Role("prefill", "pagewire.v1.PrefillService", 50061, 8061, 32, 512)
 
 
 def test_a_model_is_all_that_is_needed() -> None:

@@ -51,7 +51,7 @@ sys.exit(run_worker(ROLE, lambda options: PrefillServicer(options, assemble)))
 class Worker:
     def __init__(self, port: int, *argv: str) -> None:
         self.port = port
-        command = [sys.executable, "-c", PROGRAM, "--port", str(port), *argv]
+        command = [sys.executable, "-c", PROGRAM, "--port", str(port), "--http-port", "0", *argv]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=os.getcwd()
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
@@ -19,6 +19,8 @@ from prometheus_client.samples import Sample
 from wire.logs import get_logger
 
 log = get_logger("metrics")
+
+disable_created_metrics()  # a second series for each, which no dashboard asks for
 
 PREFIX = "pagewire_"
 REPORT_S = 10.0

@@ -37,8 +37,10 @@ from wire.tracing import OFF, Attributes, Tracing
 log = get_logger("requests")
 
 MAX_JOBS = 65_536  # a start that the core takes for a late one has no last event
-REASONS = tuple(reason.name.lower() for reason in Reason)
-ENDS = ("stop", "length", "handed_over", "cancelled", *REASONS)
+TRANSFER_REASONS = (Reason.COPY_FAILED, Reason.STALE_TICKET, Reason.SUPERSEDED, Reason.LAYOUT_MISMATCH)
+# What can be expected, so that it is there with 0.
+ENDS = ("stop", "length", "cancelled", "deadline", "internal", "draining")
+REFUSALS = ("queue_full", "draining", "out_of_blocks", "invalid_field")
 
 
 class Observer:
@@ -51,7 +53,7 @@ class Observer:
         self._totals = Tally[str]()
         make = self.series
         self._finished = make.counters("requests_finished", "Requests that left this worker, by how.", "reason", ENDS)
-        self._refused = make.counters("requests_refused", "Requests that were not taken, by why.", "reason", REASONS)
+        self._refused = make.counters("requests_refused", "Requests that were not taken, by why.", "reason", REFUSALS)
         self._queued = make.histogram("request_queue_time_seconds", "Waiting for this stage.", STAGES)
         self._step = make.histogram("step_seconds", "One step of the engine.", SHORT)
         self._rows = make.histogram("batch_size", "Sequences in one step.", TOKENS)
@@ -63,6 +65,10 @@ class Observer:
             self._computed = make.histogram("request_prefill_time_seconds", "Computing the prompt.", STAGES)
         else:
             self._generated = make.counter("generation_tokens", "Tokens that this worker has made.")
+            failures = [reason.name.lower() for reason in TRANSFER_REASONS]
+            self._not_transferred = make.counters(
+                "kv_transfer_failed", "Prompts not pulled, by why.", "reason", failures
+            )
             self._preempted = make.counter("preemptions", "Requests that gave way for want of KV blocks.")
             self._transferred = make.histogram("kv_transfer_seconds", "From admission to the last block.", SHORT)
             self._computed = make.histogram("request_decode_time_seconds", "Computing the answer.", STAGES)
@@ -167,8 +173,11 @@ class Observer:
 
     def _failed(self, key: tuple[int, RequestKey], event: Failed) -> None:
         preempted = event.reason is Reason.OUT_OF_BLOCKS and event.resumable
-        if preempted and self.role == "decode":
-            self._preempted.inc()
+        if self.role == "decode":
+            if preempted:
+                self._preempted.inc()
+            if event.reason in TRANSFER_REASONS:
+                self._not_transferred(event.reason.name.lower()).inc()
         if (job := self._jobs.get(key)) is not None:
             write = log.info if preempted or event.reason is Reason.DRAINING else log.warning
             write("request_failed", **_name(job.start), reason=event.reason.name, resumable=event.resumable,

@@ -28,6 +28,7 @@ class Role:
     name: str  # "prefill", "decode"
     service: str  # full gRPC name, which is also the health name that means ready
     port: int
+    http_port: int
     max_num_seqs: int
     max_num_batched_tokens: int
 
@@ -42,6 +43,8 @@ class WorkerOptions:
     cache_dir: Path | None
     host: str
     port: int
+    http_port: int  # of /metrics and /health
+    metrics_compat: str | None  # "vllm": its names too
     advertise: str | None
     block_size: int
     kv_memory: int | None  # bytes; None: 1 GiB on the CPU, on a card what --gpu-memory-utilization allows
@@ -81,6 +84,8 @@ def parse(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> Worker
         cache_dir=args.cache_dir,
         host=args.host,
         port=args.port,
+        http_port=args.http_port,
+        metrics_compat=args.metrics_compat,
         advertise=args.advertise,
         block_size=args.block_size,
         kv_memory=args.kv_memory,
@@ -114,6 +119,8 @@ def _parser(role: Role) -> Parser:
         default=role.port,
         help="gRPC port; 0 lets the system choose (default: %(default)s)",
     )
+    add("--http-port", type=whole(0, 65535), default=role.http_port, help="of /metrics and /health (%(default)s)")
+    add("--metrics-compat", choices=("vllm",), help="/metrics shows the same values under vLLM's names too")
     add("--advertise", metavar="HOST:PORT", help="where other workers reach this one (default: host and port)")
     add("--name", help="stable name in logs (default: role and port)")
     add("--block-size", type=int, choices=(16, 32, 64, 128), default=16, help="tokens per KV block (%(default)s)")

@@ -38,8 +38,8 @@ def bind(server: grpc.aio.Server, host: str, port: int, security: Security) -> i
     return bound
 
 
-def listen(host: str, port: int, security: Security) -> socket.socket:
-    """A TCP socket that listens at host:port, for a server that is not gRPC's. Raises as `bind` does."""
+def listen(host: str, port: int, security: Security, flag: str = "--http-port") -> socket.socket:
+    """A TCP socket that listens at host:port, for a server that is not gRPC's. Raises as `bind` does, naming `flag`."""
     security.check_host(host)
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -48,7 +48,7 @@ def listen(host: str, port: int, security: Security) -> socket.socket:
         listening.listen(2048)
     except OSError as error:
         listening.close()
-        raise PortTaken(taken_sentence(host, port)) from error
+        raise PortTaken(taken_sentence(host, port).replace("--port", flag)) from error
     return listening
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from prometheus_client.metrics_core import Metric
 
-from engine.messages import KvPath, Reason, WorkerHello, WorkerLoad
+from engine.messages import KvPath, WorkerHello, WorkerLoad
 from wire.metrics import Values, gauge, total
 
 
@@ -84,14 +84,6 @@ class Standing:
             yield total(name, meaning, {key: read(path) for key, path in keys.items()}, *labels)
         rates: Values = {key: path.bytes_per_second for key, path in keys.items()}
         yield gauge("kv_path_bytes_per_second", "What a path carries, as last measured.", rates, *labels)
-        failed: dict[tuple[str, ...], float] = {(role, reason.name.lower()): 0 for reason in FAILURES}
-        for path in paths:
-            for why, count in path.failures.items():
-                failed[role, why.lower()] = failed.get((role, why.lower()), 0) + count
-        yield total("kv_transfer_failed", "Transfers that failed, by why.", failed, "role", "reason")
-
-
-FAILURES = (Reason.COPY_FAILED, Reason.STALE_TICKET, Reason.SUPERSEDED, Reason.LAYOUT_MISMATCH)
 
 
 def _bytes(path: KvPath) -> float:

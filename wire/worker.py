@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -19,12 +20,13 @@ from typing import Any, NoReturn, Protocol
 import grpc.aio
 import uvloop
 
-from wire import logs
+from wire import logs, metrics, tracing
 from wire.channel import open_server
 from wire.flags import BadOption
 from wire.health import Health
+from wire.observer import Observer
 from wire.options import Role, WorkerOptions, parse
-from wire.ports import PortTaken, bind, check_free
+from wire.ports import PortTaken, at, bind, check_free, listen
 from wire.security import InsecureAddress
 
 log = logs.get_logger("worker")
@@ -46,6 +48,10 @@ class Stage(Protocol):
 
     async def load(self, address: str, say: Callable[[str], None]) -> str:
         """Returns what is served, in a few words. Raises CannotStart."""
+
+    @property
+    def observer(self) -> Observer:
+        """What it tells of its requests."""
 
     @property
     def stuck(self) -> bool:
@@ -83,6 +89,12 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _tell_if_broken(aside: asyncio.Task[None]) -> None:
+    """Whoever computes goes on without an audience."""
+    if not aside.cancelled() and (error := aside.exception()) is not None:
+        log.error("http_broke", exc_info=error)
+
+
 def _limit_threads(threads: int) -> None:
     """Before torch loads: two busy-waiting OpenMP pools on the same cores stop each other almost completely."""
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -102,12 +114,14 @@ class _Process:
         self._options = options
         self._stage = stage
         self._stop = asyncio.Event()
+        self._ready = False
 
     async def run(self) -> int:
         options, began = self._options, time.monotonic()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        http = listen(options.host, options.http_port, options.security)
         check_free(options.host, options.port)  # gRPC would say it too, in the words of its C++ core
         server = open_server(options.security, internal=True)
         health = Health(server, [options.role.service])
@@ -116,20 +130,42 @@ class _Process:
         await server.start()
         await health.start()
         address = options.address(port)
+        observer = self._stage.observer
+        observer.tracing = tracing.start(os.environ, options.role.name, options.name)
+        self._say(f"HTTP on {at(options.host, http.getsockname()[1])}")
+        aside = asyncio.create_task(self._aside(observer, http))
+        aside.add_done_callback(_tell_if_broken)
         try:
             loading = asyncio.create_task(self._stage.load(address, self._say))
             await self._first(loading, self._stop.wait())
             if not loading.done():
                 leave(0)  # the thread that reads the model cannot be stopped, and has nothing to lose
             served = await loading
-            await health.set_ready(True)
+            await self._set_ready(health, True)
             self._say(f"ready at {address} after {time.monotonic() - began:.1f} s: {served}")
             await self._work(health)
         finally:
             await server.stop(FLUSH_S)
+            aside.cancel()
+            await asyncio.wait([aside])
+            http.close()
             await self._stage.close()
+            await observer.tracing.close()
         self._say("stopped")
         return 0
+
+    async def _aside(self, observer: Observer, http: socket.socket) -> None:
+        """What operators look at, until cancelled."""
+        from wire.http import WorkerDoor, serve  # when the process answers its health check already
+
+        options = self._options
+        registry = metrics.shown(observer.series.registry, options.metrics_compat, lambda: observer.model)
+        door = WorkerDoor(registry, lambda: self._ready, options.security.token)
+        await asyncio.gather(serve(door, http, options.security), metrics.report(observer.reading))
+
+    async def _set_ready(self, health: Health, ready: bool) -> None:
+        self._ready = ready
+        await health.set_ready(ready)
 
     async def _work(self, health: Health) -> None:
         """Returns when a signal has come and the drain is over; raises what ended the stage otherwise."""
@@ -140,7 +176,7 @@ class _Process:
             await self._first(working, self._stop.wait())
             watching.cancel()
             if not working.done():
-                await health.set_ready(False)
+                await self._set_ready(health, False)
                 self._say(f"draining for at most {grace:g} s; a second signal ends at once")
                 await self._first(working, self._stage.drain(grace))
             if working.done():
@@ -157,7 +193,7 @@ class _Process:
             await asyncio.sleep(LOOK_S)
             if ready == self._stage.stuck:
                 ready = not ready
-                await health.set_ready(ready)
+                await self._set_ready(health, ready)
                 self._say("ready again: a step has ended" if ready else "not ready: a step does not end")
 
     async def _first(self, working: asyncio.Task[Any], other: Coroutine[Any, Any, Any]) -> None:

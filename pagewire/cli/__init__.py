@@ -27,6 +27,7 @@ from pagewire.cli.flags import (
     Insecure,
     Json,
     MaxTokens,
+    MetricsCompat,
     RowTile,
     Seed,
     Temperature,
@@ -75,6 +76,9 @@ def up(
     api_key: ApiKey = None,
     prefill_port: Annotated[int, typer.Option(help="Of the first prefill worker; the n-th adds n - 1.")] = 50061,
     decode_port: Annotated[int, typer.Option(help="Of the first decode worker; the n-th adds n - 1.")] = 50071,
+    prefill_http_port: Annotated[int, typer.Option(help="/metrics of the first prefill worker.")] = 8061,
+    decode_http_port: Annotated[int, typer.Option(help="/metrics of the first decode worker.")] = 8071,
+    metrics_compat: MetricsCompat = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Compute threads per worker (default: cores / workers).")
     ] = None,

@@ -42,6 +42,9 @@ class Topology:
     decode: int = 1
     prefill_port: int = 50061
     decode_port: int = 50071
+    prefill_http_port: int = 8061  # of /metrics; the n-th worker of a kind adds n - 1
+    decode_http_port: int = 8071
+    metrics_compat: str | None = None
     threads: int | None = None
     kv_memory: str | None = None
     block_size: int | None = None
@@ -73,14 +76,14 @@ class Topology:
         """Where a client on this machine reaches the router by HTTP."""
         return f"http{'s' if self.security.tls_cert else ''}://{at(self.client_host, self.http_port)}"
 
-    def workers(self) -> Iterator[tuple[str, int, int]]:
-        """(role, number from 1, port): the n-th worker of a kind adds n - 1 to its kind's port."""
-        for role, count, first in (
-            ("prefill", self.prefill, self.prefill_port),
-            ("decode", self.decode, self.decode_port),
+    def workers(self) -> Iterator[tuple[str, int, int, int]]:
+        """(role, number from 1, port, HTTP port): the n-th worker of a kind adds n - 1 to its kind's ports."""
+        for role, count, first, first_http in (
+            ("prefill", self.prefill, self.prefill_port, self.prefill_http_port),
+            ("decode", self.decode, self.decode_port, self.decode_http_port),
         ):
             for number in range(1, count + 1):
-                yield role, number, first + number - 1
+                yield role, number, first + number - 1, first_http + number - 1
 
 
 def programs(topology: Topology) -> list[Program]:
@@ -88,10 +91,11 @@ def programs(topology: Topology) -> list[Program]:
     python = (sys.executable, "-P", "-m")
     addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
     workers = []
-    for role, number, port in topology.workers():
+    for role, number, port, http_port in topology.workers():
         address = f"{WORKER_HOST}:{port}"
         addresses[role].append(address)
         argv = (*python, MODULES[role], "--host", WORKER_HOST, "--port", str(port), *worker_flags(topology))
+        argv += ("--http-port", str(http_port))
         workers.append(Program(f"{role}-{number}", role, argv, address, WORKER_SERVICES[role]))
     argv = (*python, "router", "--host", topology.host, "--port", str(topology.port), *_model_flags(topology))
     argv += ("--http-port", str(topology.http_port))
@@ -102,8 +106,9 @@ def programs(topology: Topology) -> list[Program]:
 
 def _model_flags(topology: Topology) -> tuple[str, ...]:
     cache = ("--cache-dir", str(topology.cache_dir)) if topology.cache_dir else ()
+    compat = ("--metrics-compat", topology.metrics_compat) if topology.metrics_compat else ()
     shared = ("--model", topology.model, "--grace", f"{topology.grace:g}", "--exit-with-parent")
-    return (*shared, *cache, *topology.security.argv())
+    return (*shared, *cache, *compat, *topology.security.argv())
 
 
 def worker_flags(topology: Topology) -> tuple[str, ...]:
@@ -141,7 +146,8 @@ def check_security(topology: Topology) -> Security:
 def check_ports(topology: Topology) -> None:
     """Raises CommandFailed naming the first taken port, who holds it, and the flag that chooses another."""
     wanted = [("--port", topology.host, topology.port)]
-    wanted += [(f"--{role}-port", WORKER_HOST, port) for role, _, port in topology.workers()]
+    for role, _, port, http_port in topology.workers():
+        wanted += [(f"--{role}-port", WORKER_HOST, port), (f"--{role}-http-port", WORKER_HOST, http_port)]
     wanted.append(("--http-port", topology.host, topology.http_port))
     seen: dict[int, str] = {}
     for flag, host, port in wanted:

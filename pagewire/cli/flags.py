@@ -58,6 +58,7 @@ Device = Annotated[
 GpuMemoryUtilization = Annotated[
     float | None, typer.Option(help="Part of the card's memory that all workers may use together (default: 0.9).")
 ]
+MetricsCompat = Annotated[str | None, typer.Option(help="vllm: /metrics has the same values by vLLM's names too.")]
 RowTile = Annotated[int | None, typer.Option(min=1, max=1024, help="Deterministic mode: rows per linear, such as 16.")]
 
 ApiKey = Annotated[
