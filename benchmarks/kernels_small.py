@@ -362,14 +362,14 @@ def small(rows: int = 128) -> list[dict[str, Any]]:
 SECTIONS = ["products", "layers", "sampling", "small"]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where all figures go")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=sorted(MODELS), help="shapes to time")
     parser.add_argument("--sweep", nargs="*", metavar="PRODUCT", help="time every cut; of these products, or of all")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="sections to measure")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     every = [*MODELS["8B"], *MODELS["135M"], *HEADS_OF.values()]
     wanted: list[launches.Launch] = []
     if arguments.sweep is not None:
@@ -387,7 +387,7 @@ def main() -> None:
     print(f"compiling {len({one.kernel for one in wanted})} kernels", flush=True)
     compile_all(wanted)
     found: dict[str, Any] = {
-        "command": " ".join(["python -m benchmarks.kernels_small", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks.kernels_small", *(sys.argv[1:] if argv is None else argv)]),
         "card": torch.cuda.get_device_name(), "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }  # fmt: skip

@@ -6,10 +6,13 @@ itself.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from pagewire.cli import bench_flags as flags
-from pagewire.cli.flags import DEFAULT_ADDRESS, Address, ApiKey, TlsCa, TlsCert, TlsKey, TokenFile
+from pagewire.cli.flags import DEFAULT_ADDRESS, ENVIRONMENT, Address, ApiKey, Config, TlsCa, TlsCert, TlsKey, TokenFile
 
 bench = typer.Typer(
     no_args_is_help=True,
@@ -19,12 +22,7 @@ bench = typer.Typer(
 )
 
 
-@bench.callback()
-def _group() -> None:
-    """A group even while it has one command."""
-
-
-@bench.command()
+@bench.command(context_settings=ENVIRONMENT)
 def serve(
     objectives: flags.MoreObjectives = None,
     protocol: flags.Protocol = "grpc",
@@ -63,6 +61,7 @@ def serve(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
+    config: Config = None,
 ) -> None:
     """Put load on a running server and print what `vllm bench serve` prints. Exits with 1 if any request failed."""
     from pagewire.cli.bench_serve import Output, refusals, security
@@ -88,3 +87,53 @@ def serve(
             percentiles=given.parse_percentiles(metric_percentiles),
         )  # fmt: skip
         run_serve(settings, Output(save_result, save_detailed, result_dir, result_filename, plot))
+
+
+@bench.command()
+def kernels(
+    parts: Annotated[
+        list[str] | None, typer.Argument(help="attention, products, layers, sampling, small; or all.")
+    ] = None,
+    json_dir: Annotated[Path | None, typer.Option(help="Keep the figures there as JSON.")] = None,
+) -> None:
+    """Time the CUDA kernels beside their floors and peers. Needs a card."""
+    from pagewire.cli.bench_local import kernels as run_kernels
+
+    run_kernels(parts or [], json_dir)
+
+
+@bench.command(context_settings=ENVIRONMENT)
+def offline(
+    model: Annotated[str, typer.Option(help="As for `pagewire up`.")] = "smollm2",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cpu).")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Compute threads (default: all cores).")] = None,
+    kv_memory: Annotated[str | None, typer.Option(metavar="BYTES", help="KV pool, such as 512MiB.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences in one step.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Prompt tokens in one step.")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Where converted models are kept.")] = None,
+    num_prompts: flags.NumPrompts = 32,
+    seed: flags.LoadSeed = 0,
+    dataset_name: flags.DatasetName = "random",
+    input_len: flags.InputLen = 128,
+    output_len: flags.OutputLen = None,
+    random_range_ratio: flags.RangeRatio = 0.0,
+    output_json: Annotated[Path | None, typer.Option(help="Write the figures there.")] = None,
+    config: Config = None,
+) -> None:
+    """Run a batch through the engine in this process: requests/s and tokens/s, as `vllm bench throughput`."""
+    from pagewire.cli.bench_local import offline as run_offline
+    from pagewire.cli.bench_serve import refusals
+
+    with refusals():
+        from benchmarks.serve.settings import Lengths, Settings
+
+        lengths = Lengths(
+            dataset=dataset_name, input_len=input_len, output_len=output_len, range_ratio=random_range_ratio
+        )
+        settings = Settings(lengths=lengths, num_prompts=num_prompts, seed=seed)
+        engine = {
+            "model": model, "device": device, "dtype": dtype, "threads": threads, "kv_cache_memory_bytes": kv_memory,
+            "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, "download_dir": cache_dir,
+        }  # fmt: skip
+        run_offline(settings, output_json, engine)

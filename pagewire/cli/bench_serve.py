@@ -30,13 +30,16 @@ class Output:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What a benchmark refuses is what the user reads."""
+    """What a benchmark or the client refuses is what the user reads."""
     from benchmarks.serve.settings import BenchError
+    from pagewire.answers import PagewireError
 
     try:
         yield
     except BenchError as error:
         raise CommandFailed(str(error), exit_code=2 if error.usage else 1) from None
+    except PagewireError as error:
+        raise CommandFailed(str(error)) from None
 
 
 def security(token_file: Path | None, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None) -> Security:
