@@ -59,7 +59,7 @@ class TokenLogprob(NamedTuple):
 class Token(NamedTuple):
     """One generated token. `index` counts from 0 within the request, over all attempts."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # tuples have a method of that name
     token_id: int
     logprob: TokenLogprob | None = None
 
