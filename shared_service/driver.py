@@ -1,0 +1,219 @@
+"""Drives both stages of one process: two cores over one pool, whose steps take turns on one device.
+
+Decode goes first: between two of its steps the device computes at most one chunk of prompts, which Pace bounds. The
+two hand blocks to each other through a LocalPair, in one step on the loop. Decides nothing else; a stage's sessions,
+its clock and the border of its steps are those of kvtransfer.driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from decode_service.decoder import Decoder
+from engine.batch import Batch, StepOutput
+from engine.device_thread import DeviceThread
+from kvtransfer.actions import Action, ToRouter
+from kvtransfer.driver import TICK_S, AheadRunner, Driver, StepFailed
+from kvtransfer.transports.local import LocalPair
+from prefill_service.prefiller import Prefiller
+from shared_service.pace import Pace
+from wire.observer import Observer
+
+_DECODE_SESSIONS = 1 << 62  # the decode stage numbers its sessions from here on: a number names its stage
+
+
+class StageDriver(Driver):
+    """One stage. What its core asks for goes through the pair first; the rest comes back by `deliver`."""
+
+    def __init__(
+        self,
+        core: Prefiller | Decoder,
+        step: Callable[[Batch], StepOutput],
+        device: DeviceThread,
+        ahead: AheadRunner | None,
+        observer: Observer,
+        apply: Callable[[Sequence[Action]], None],
+        first_session: int,
+    ) -> None:
+        super().__init__(core, step, device, ahead, observer=observer)
+        self._through_the_pair = apply
+        self._last_session = first_session
+        self.ahead = ahead
+
+    @property
+    def audited(self) -> bool:
+        """Nothing was asked of it since its blocks were last accounted for."""
+        return self._audited
+
+    @audited.setter
+    def audited(self, value: bool) -> None:
+        self._audited = value
+
+    def apply(self, actions: Sequence[Action]) -> None:
+        self._through_the_pair(actions)
+
+    def deliver(self, action: Action) -> None:
+        super().apply([action])
+
+    def next_batch(self) -> Batch | None:
+        return self._next_batch()
+
+    async def launch(self, batch: Batch) -> Any:
+        """What `collect` takes; without `ahead` it is the output itself. Raises StepFailed."""
+        return await self._on_device(self._step_on_device if self.ahead is None else self.ahead.submit, batch)
+
+    async def collect(self, launched: Any) -> StepOutput:
+        return launched if self.ahead is None else await self._on_device(self.ahead.collect, launched)
+
+    def report(self, output: StepOutput) -> None:
+        self._on_step(output)
+
+    async def failed(self, failure: StepFailed) -> None:
+        if self.ahead is not None:
+            await self._device.run(self.ahead.abandon)
+        self.apply(self.core.step_failed({"error_id": str(failure)}, time.monotonic()))
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A step that was launched and not reported."""
+
+    stage: StageDriver
+    tokens: int
+    launched: Any
+    at: float
+
+
+class SharedDriver:
+    """`prompts` and `rows` are runners over the same weights and the same cache, on one stream of the device; they are
+    one and the same where a runner takes one step at a time. `pace` learns from what it sees.
+    """
+
+    def __init__(
+        self,
+        prefiller: Prefiller,
+        decoder: Decoder,
+        prompts: Any,
+        rows: Any,
+        device: DeviceThread,
+        observers: tuple[Observer, Observer],
+        pace: Pace,
+        *,
+        ahead: bool,
+    ) -> None:
+        self.prefiller = prefiller
+        self.decoder = decoder
+        self.pace = pace
+        self._pair = LocalPair(prefiller, decoder)
+        self.prefill = StageDriver(
+            prefiller, prompts.step, device, prompts if ahead else None, observers[0], self.apply, 0
+        )
+        self.decode = StageDriver(
+            decoder, rows.step, device, rows if ahead else None, observers[1], self.apply, _DECODE_SESSIONS
+        )
+        self._turns: deque[_Turn] = deque()  # as the device runs them
+        self._last: StageDriver = self.prefill  # that was launched
+        self._reported_at = 0.0
+        self._wake = asyncio.Event()
+
+    @property
+    def stuck(self) -> bool:
+        return self.prefill.stuck or self.decode.stuck
+
+    def apply(self, actions: Sequence[Action]) -> None:
+        for action in self._pair.carry(actions, time.monotonic()):
+            ours = isinstance(action, ToRouter) and action.session <= _DECODE_SESSIONS
+            (self.prefill if ours else self.decode).deliver(action)
+        self._wake.set()
+
+    # ---- turns ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises only for a broken invariant of a core, after which nothing can be trusted."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._engine())
+            tasks.create_task(self._tick())
+
+    async def _engine(self) -> None:
+        while True:
+            self._wake.clear()  # before asking: work that arrives after the cores said None must wake us
+            if await self._launch():
+                continue
+            if self._turns:
+                await self._report(self._turns.popleft())
+            else:
+                await self._wake.wait()
+
+    async def _launch(self) -> bool:
+        """Gives the device one more step, if there is one whose turn it is."""
+        stages = (self.prefill, self.decode) if self._last is self.decode else (self.decode, self.prefill)
+        for stage in stages:
+            batch = self._next(stage)
+            if batch is None:
+                continue
+            self._last = stage
+            turn = _Turn(stage, batch.num_tokens, None, time.monotonic())
+            try:
+                turn.launched = await stage.launch(batch)
+            except StepFailed as failure:
+                await self._fail(stage, failure)
+                return True
+            if stage.ahead is None:
+                await self._report(turn)
+            else:
+                self._turns.append(turn)
+            return True
+        return False
+
+    def _next(self, stage: StageDriver) -> Batch | None:
+        if stage is self.prefill:
+            decoding = any(turn.stage is self.decode for turn in self._turns)
+            if decoding and self._last is self.prefill:  # one chunk between two steps
+                return None
+            self.prefiller.budget = self.pace.tokens(decoding or bool(self.decoder.scheduler.running))
+        return stage.next_batch()
+
+    async def _report(self, turn: _Turn) -> None:
+        stage = turn.stage
+        try:
+            output = await stage.collect(turn.launched)
+        except StepFailed as failure:
+            await self._fail(stage, failure)
+            return
+        now = time.monotonic()
+        took = now - max(turn.at, self._reported_at)  # one after the other: from the end of the step before
+        self._reported_at = now
+        if stage is self.decode:
+            self.pace.decoded(took)
+        else:
+            self.pace.prefilled(turn.tokens, took)
+        stage.report(output)
+        if stage is self.decode:  # it may have given blocks back
+            self.apply(self.prefiller.admit(now))
+
+    async def _fail(self, stage: StageDriver, failure: StepFailed) -> None:
+        """Its steps that were launched after the one that failed are not reported either."""
+        self._turns = deque(turn for turn in self._turns if turn.stage is not stage)
+        await stage.failed(failure)
+
+    # ---- the clock ------------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            self.apply(self.prefiller.tick(now))
+            self.apply(self.decoder.tick(now))
+            if self.prefiller.idle and self.decoder.idle and not (self.prefill.audited and self.decode.audited):
+                self.prefiller.audit(self.decoder.holders())
+                self.decoder.audit(self.prefiller.holders())
+                self.prefill.audited = self.decode.audited = True
+
+    async def drain(self, grace: float) -> None:
+        """Both stages at once: a prompt that is computed goes on as rows of the other."""
+        await asyncio.gather(self.prefill.drain(grace), self.decode.drain(grace))
