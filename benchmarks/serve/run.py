@@ -39,7 +39,7 @@ async def run(settings: Settings) -> tuple[Facts, str, list[Record], float]:
     target: Target = GrpcTarget(settings) if settings.protocol == "grpc" else HttpTarget(settings)
     try:
         facts = await _ready(target, settings)
-        jobs = await _jobs(target, settings, facts)
+        jobs = await prepare(target, settings, facts)
         if settings.num_warmups:
             warmups = [jobs[number % len(jobs)] for number in range(settings.num_warmups)]
             failed = [record for record in (await _drive(target, settings, warmups, None))[0] if record.error]
@@ -66,7 +66,7 @@ async def _ready(target: Target, settings: Settings) -> Facts:
 # ---- prompts ------------------------------------------------------------------------------------------------------
 
 
-async def _jobs(target: Target, settings: Settings, facts: Facts) -> Sequence[Job]:
+async def prepare(target: Target, settings: Settings, facts: Facts) -> Sequence[Job]:
     rng = random.Random(settings.seed)
     if settings.lengths.path is not None:
         return await _file_jobs(target, settings, facts, rng)
