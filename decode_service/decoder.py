@@ -8,7 +8,7 @@ never raises for what a peer says: late, unknown and repeated messages are count
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from decode_service.job import Flight, Job
@@ -28,7 +28,9 @@ from engine.messages import (
     FirstToken,
     Heartbeat,
     KvLayout,
+    KvPath,
     Node,
+    Peers,
     PullEvent,
     Reason,
     Refused,
@@ -39,7 +41,7 @@ from engine.messages import (
 )
 from engine.prefix_cache import block_digest, chain, root_digest
 from engine.stopping import finish_of
-from kvtransfer.actions import Action, Adopted, Announced, Drained, Landed, PullFailed, Ready, ToRouter
+from kvtransfer.actions import Action, Adopted, Announced, Drained, Landed, MeetPeers, PullFailed, Ready, ToRouter
 from kvtransfer.inbox import PROGRESS_SECONDS, Inbox
 from kvtransfer.jobs import JobKey, Tombstones
 from kvtransfer.ticket import layout_digest
@@ -77,6 +79,8 @@ class Decoder:
         self.draining = False
         self.ignored: Counter[str] = Counter()
         self.sessions: dict[int, RouterHello] = {}
+        self.kv_paths: Callable[[], Sequence[KvPath]] = tuple  # whoever drives the pulls knows them
+        self.refuses: Callable[[], str] = str
         self.scheduler = DecodeScheduler(pool, layout.block_size, config.max_num_seqs, max_waiting, headroom)
         self.inbox = Inbox(layout_digest(layout), progress_seconds=progress_seconds)
         self._node = node
@@ -136,6 +140,8 @@ class Decoder:
                 return self._credit((session, command.key), command.until_index, now)
             case Drain():
                 return self.drain(command.grace, now)
+            case Peers():
+                return [MeetPeers(command.owners)]
             case Heartbeat():
                 return []
 
@@ -206,11 +212,17 @@ class Decoder:
     def pull_stream_closed(self, pull: int, now: float) -> list[Action]:
         return self._absorb(self.inbox.stream_closed(pull, now), now) + self._settle(now)
 
-    def fall_back(self, pull: int, reason: str) -> None:
-        """The owner's memory is out of reach: this pull's bytes come on its stream."""
-        self.inbox.fall_back(pull)
+    def reroute(self, pull: int, transport: str, path: str) -> None:
+        """How this pull's bytes come, now that its owner was met. `path` says it in words."""
+        self.inbox.reroute(pull, transport)
         if job := self._by_pull.get(pull):
-            job.path = f"grpc: {reason}"
+            job.path = path
+
+    def no_path(self, pull: int, cause: str, now: float) -> list[Action]:
+        """Nothing can be pulled from this owner."""
+        job = self._by_pull.get(pull)
+        facts = {"owner": job.start.ticket.owner.address, "cause": cause} if job else {}
+        return self._absorb(self.inbox.no_path(pull, facts), now) + self._settle(now)
 
     def adopted(self, pull: int, blocks: Sequence[int], now: float) -> list[Action]:
         """The local transport: these references are ours from here on."""
@@ -241,7 +253,7 @@ class Decoder:
                     rest += self._ready(action, now)
                 case PullFailed():
                     if job := self._by_pull.get(action.pull):
-                        rest.append(_failed(job, action.reason, resumable=True))
+                        rest.append(_failed(job, action.reason, resumable=True, facts=action.facts))
                         self._forget(job, now)
                 case Drained():
                     self._draining_blocks.pop(action.pull, None)
@@ -520,6 +532,9 @@ class Decoder:
             draining=self.draining,
             pulled_blocks=self._pulled_blocks,
             kv_path=", ".join(self._kv_paths),
+            kv_paths=self.kv_paths(),
+            refuses=self.refuses(),
+            cached_blocks=self.pool.cached,
         )
 
     def _load_for(self, session: int) -> ToRouter:
@@ -573,8 +588,8 @@ def _echo(job: Job, first: FirstToken) -> ToRouter:
     return ToRouter(job.session, replace(first, key=job.start.key))
 
 
-def _failed(job: Job, reason: Reason, *, resumable: bool, facts: dict[str, str] | None = None) -> ToRouter:
-    return ToRouter(job.session, Failed(job.start.key, reason, resumable, facts or {}))
+def _failed(job: Job, reason: Reason, *, resumable: bool, facts: Mapping[str, str] | None = None) -> ToRouter:
+    return ToRouter(job.session, Failed(job.start.key, reason, resumable, dict(facts or {})))
 
 
 def _average(old: float, new: float) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -17,9 +18,12 @@ from decode_service.decoder import Decoder
 from engine.blocks import BlockPool
 from engine.device_thread import DeviceThread
 from engine.messages import Node, WorkerHello
+from kvtransfer.actions import MeetPeers
 from kvtransfer.driver import Driver
+from kvtransfer.offer import puller_transports
+from kvtransfer.peers import GB, Peers
 from kvtransfer.service import PullClients
-from kvtransfer.startup import Assemble, Say, assemble, offers
+from kvtransfer.startup import Assemble, Say, assemble
 from protos import worker_pb2, worker_pb2_grpc
 from wire.channel import open_channel, write
 from wire.codec import decode_command_from_pb, decode_event_to_pb
@@ -39,6 +43,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         self._driver: Driver | None = None
         self._hello: WorkerHello | None = None
         self._pulls: PullClients | None = None
+        self._peers: Peers | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
@@ -46,7 +51,8 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
     async def load(self, address: str, say: Say) -> str:
         engine = await self._device.run(self._assemble, self._options, say)
         node = Node(self._options.name, secrets.randbits(64), address)
-        transports = offers(self._options, engine.ahead is None)
+        options = self._options
+        transports = puller_transports(options.transport, engine, node)
         core = Decoder(
             node,
             engine.layout,
@@ -54,22 +60,37 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
             BlockPool(engine.config.num_blocks),
             vocab_size=engine.runner.vocab_size,
             eos_token_ids=engine.runner.eos_token_ids,
-            transport=transports[0].kind,
+            transport=transports.kinds[0],
             depth=engine.depth,
         )
         self._driver = Driver(core, engine.runner.step, self._device, engine.ahead, observer=self.observer)
-        self._pulls = PullClients(
-            core,
-            engine.runner.cache,
-            self._driver.apply,
+        cache = engine.runner.cache
+        self._peers = Peers(
+            node,
+            cache,
+            engine.spare,
             self._connect,
-            only_memory=self._options.transport == "memfd",
-            digests=self._options.kv_digest,
+            transports.imports,
+            missing=transports.missing,
+            only="" if options.transport == "auto" else options.transport,
+            floor=options.min_transfer_gbps * GB,
+            say=say,
         )
-        self._driver.carry = self._pulls.carry
-        self._hello = engine.hello(node, transports)
+        core.kv_paths, core.refuses = self._peers.paths, self._peers.refuses
+        self._pulls = PullClients(
+            core, cache, self._driver.apply, self._peers, self._peers.channels, digests=options.kv_digest
+        )
+        self._driver.carry = self._carry
+        self._hello = engine.hello(node, transports.offers)
         self.observer.serving(core, self._hello, self._options.model)
-        return f"{engine.description}, KV by {' or '.join(offer.kind for offer in transports)}"
+        return f"{engine.description}, {transports}"
+
+    def _carry(self, action: Any) -> None:
+        assert self._peers is not None and self._pulls is not None, "an action before load"
+        if isinstance(action, MeetPeers):
+            self._peers.meet(action.owners)
+        else:
+            self._pulls.carry(action)
 
     def _connect(self, address: str) -> grpc.aio.Channel:
         return open_channel(address, self._options.security, internal=True)
@@ -89,6 +110,8 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
     async def close(self) -> None:
         if self._pulls is not None:
             await self._pulls.close()
+        if self._peers is not None:
+            await self._peers.close()
         self._device.close()
 
     async def Attach(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from engine.types import FinishReason, SamplingParams, Token, TokenLogprob
@@ -84,7 +85,15 @@ class KvPath(NamedTuple):
     fallback: str = ""  # why not by a better way
     bytes: int = 0
     transfers: int = 0  # pulls that were delivered
-    failures: Mapping[str, int] = {}  # pulls that were not, by reason
+    failures: Mapping[str, int] = MappingProxyType({})  # pulls that were not, by reason
+
+    def __str__(self) -> str:
+        """In words, as start-up lines and `pagewire ps` have it."""
+        if not self.transport:
+            return f"KV from {self.owner} cannot be pulled: {self.fallback}"
+        rate = f"{self.bytes_per_second / 1e9:.2f} GB/s" if self.bytes_per_second else "not measured"
+        words = f"KV from {self.owner} by {self.transport}, {rate}, warm in {self.warm_seconds * 1e3:.0f} ms"
+        return f"{words} ({self.fallback})" if self.fallback else words
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +109,7 @@ class WorkerLoad:
     kv_path: str = ""  # how they came, and why not by a better way; empty until the first
     kv_paths: Sequence[KvPath] = ()
     refuses: str = ""  # why this worker takes no work, though it is up
+    cached_blocks: int = 0  # of the free ones: named, and kept until the room is needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +303,7 @@ class PairReply:
     owner: Node
     layout: KvLayout
     transports: Sequence[TransportOffer] = ()
+    probe_blocks: int = 0  # that ticket 0 stands for
 
 
 @dataclass(frozen=True, slots=True)

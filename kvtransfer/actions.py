@@ -7,13 +7,14 @@ decoder inside one process and never reach a driver.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from engine.messages import (
     BlockHandle,
     DecodeEvent,
     FirstToken,
+    Node,
     PrefillEvent,
     PullEvent,
     PullOpen,
@@ -113,6 +114,14 @@ class CloseStream:
     """The puller ends the stream. The driver reports `pull_stream_closed` once no copy can still write."""
 
     pull: int
+    reason: Reason | None = field(default=None, compare=False)  # for the counts: why the pull failed, if it did
+
+
+@dataclass(frozen=True, slots=True)
+class MeetPeers:
+    """Pair with these owners of blocks, before a request needs one of them."""
+
+    owners: Sequence[Node]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +171,7 @@ class PullFailed:
 
     pull: int
     reason: Reason
+    facts: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,5 +188,6 @@ class Drained:
 
 Action = (
     ToRouter | ToPuller | SendBlock | ClosePull | FreeTicket | HandOver
-    | OpenPull | ToOwner | CopyBlock | CloseStream | Announced | Landed | Ready | Adopted | PullFailed | Drained
+    | OpenPull | ToOwner | CopyBlock | CloseStream | MeetPeers
+    | Announced | Landed | Ready | Adopted | PullFailed | Drained
 )  # fmt: skip

@@ -45,9 +45,9 @@ from kvtransfer.actions import (
     ToOwner,
 )
 from kvtransfer.outbox import WINDOW_BYTES
+from kvtransfer.paths import ONE_SIDED
 
 PROGRESS_SECONDS = 10.0
-ONE_SIDED = frozenset({"memfd"})  # the puller copies, and asks the owner afterwards
 
 
 class _Phase(enum.Enum):
@@ -157,12 +157,17 @@ class Inbox:
         state.progress_at = state.heard_at = now
         return [*self._fetch(pull, state, sorted(destinations)), *self._ready(pull, state)]
 
-    def fall_back(self, pull: int) -> None:
-        """The driver cannot reach the owner's memory: this pull's bytes come on its stream, which is not open yet."""
-        state = self._live(pull, "fall_back")
+    def reroute(self, pull: int, transport: str) -> None:
+        """The driver knows the path to this pull's owner. Its stream is not open yet."""
+        state = self._live(pull, "reroute")
         if state is not None:
-            assert state.one_sided and not state.bound, f"pull {pull} falls back from {state.transport}"
-            state.transport = "grpc"
+            assert state.transport != "local" and not state.announced, f"pull {pull} goes by {state.transport} already"
+            state.transport = transport
+
+    def no_path(self, pull: int, facts: Mapping[str, str]) -> list[Action]:
+        """The driver has no path to this pull's owner, and will open no stream."""
+        state = self._live(pull, "no_path")
+        return self._fail(pull, state, Reason.COPY_FAILED, facts=facts) if state else []
 
     def cancel(self, pull: int, now: float) -> list[Action]:
         """The decoder wants it no more; Drained follows, PullFailed does not."""
@@ -328,14 +333,16 @@ class Inbox:
         state.phase = _Phase.OVER
         return [done, CloseStream(pull), Ready(pull, first)]
 
-    def _fail(self, pull: int, state: _Pull, reason: Reason, *, close: bool = True) -> list[Action]:
+    def _fail(
+        self, pull: int, state: _Pull, reason: Reason, *, close: bool = True, facts: Mapping[str, str] | None = None
+    ) -> list[Action]:
         self.failed[reason] += 1
-        return [PullFailed(pull, reason), *self._end(pull, state, close=close)]
+        return [PullFailed(pull, reason, facts or {}), *self._end(pull, state, close=close, reason=reason)]
 
-    def _end(self, pull: int, state: _Pull, *, close: bool = True) -> list[Action]:
+    def _end(self, pull: int, state: _Pull, *, close: bool = True, reason: Reason | None = None) -> list[Action]:
         """No write is allowed from here on. Blocks come back now if no copy can be under way, else with the stream."""
         state.phase = _Phase.OVER
-        actions: list[Action] = [CloseStream(pull)] if close else []
+        actions: list[Action] = [CloseStream(pull, reason)] if close else []
         if not close or state.copying:
             state.draining = True
         else:

@@ -11,20 +11,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
-from engine.messages import BlockHandle, Heartbeat, PullDone, PullEvent, PullOpen, PullRequest
+from engine.messages import (
+    BlockHandle,
+    Heartbeat,
+    Node,
+    PairReply,
+    PullDone,
+    PullEvent,
+    PullOpen,
+    PullRequest,
+    TransportOffer,
+)
 from kvtransfer.actions import Action, ClosePull, CloseStream, CopyBlock, OpenPull, SendBlock, ToOwner, ToPuller
-from kvtransfer.transports.grpc_bytes import Cache, CorruptBlock, Destinations, Receiver, chunks
-from kvtransfer.transports.memfd import Copy, NoPool, Pool, Pools
-from protos import worker_pb2_grpc
+from kvtransfer.channels import Channels
+from kvtransfer.paths import Cache, Copy, CopyFailed, Export, NoPath, Route
+from kvtransfer.probe import PROBE_TICKET, ProbeOwner
+from kvtransfer.ticket import mismatch
+from kvtransfer.transports.grpc_bytes import CorruptBlock, Destinations, Receiver, chunks
+from protos import worker_pb2, worker_pb2_grpc
 from wire.channel import write
 from wire.codec import (
     UNREADABLE,
@@ -37,6 +49,7 @@ from wire.codec import (
 )
 from wire.liveness import HEARTBEAT_S, SILENCE_S, TICK_S, Liveness
 from wire.logs import get_logger
+from wire.pairing import pair_reply_to_pb, pair_request_from_pb
 from wire.session import Outbound
 from wire.tasks import cancel_all
 
@@ -44,7 +57,6 @@ log = get_logger("kvtransfer")
 
 FLUSH_S = SILENCE_S  # how long a stream that we closed may take to send what was queued before
 SLICE_BYTES = 16 << 20  # of one trip to the copying thread: what a pull that is over waits for
-MAX_CHANNELS = 64  # to different owners; idle ones beyond are closed
 
 Apply = Callable[[list[Action]], None]
 
@@ -64,7 +76,15 @@ class Puller(Destinations, Protocol):
     def copied(self, pull: int, position: int, digest: int, now: float) -> list[Action]: ...
     def copy_failed(self, pull: int, position: int, now: float) -> list[Action]: ...
     def pull_stream_closed(self, pull: int, now: float) -> list[Action]: ...
-    def fall_back(self, pull: int, reason: str) -> None: ...
+    def reroute(self, pull: int, transport: str, path: str) -> None: ...
+    def no_path(self, pull: int, cause: str, now: float) -> list[Action]: ...
+
+
+class Reach(Protocol):
+    """Who knows the way to each owner."""
+
+    async def reach(self, owner: Node) -> Route:
+        """Proved already, or proved now. Raises NoPath."""
 
 
 class _Watch:
@@ -114,37 +134,91 @@ class _Watch:
 # ---- the owner of blocks --------------------------------------------------------------------------------------
 
 
-class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
-    """Serves Pull. `apply` carries out the core's actions, those of this class through `carry`."""
+class _Serving:
+    """One Pull as its owner sees it. `core` is known once the puller has said what it pulls."""
 
-    def __init__(self, core: PullOwner, cache: Cache, apply: Apply) -> None:
+    def __init__(self) -> None:
+        self.outbound: Outbound[ToPuller | SendBlock] = Outbound()
+        self.core: PullOwner | None = None
+
+
+class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
+    """Serves Pair and Pull. `apply` carries out the core's actions, those of this class through `carry`.
+
+    Pulls of the probe's ticket are `probe`'s; without one nobody can pair with this owner.
+    """
+
+    def __init__(
+        self,
+        core: PullOwner,
+        cache: Cache,
+        apply: Apply,
+        *,
+        node: Node,
+        probe: ProbeOwner | None = None,
+        exports: Sequence[Export] = (),
+        transports: Sequence[str] = ("grpc",),
+    ) -> None:
         self._core = core
         self._cache = cache
         self._apply = apply
-        self._streams: dict[int, Outbound[ToPuller | SendBlock]] = {}
+        self._probe = probe
+        self._node = node
+        self._exports = {export.kind: export for export in exports}
+        self._transports = tuple(transports)
+        self._streams: dict[int, _Serving] = {}
         self._last_pull = 0
         self.bytes_sent = 0
+        self.paired = 0
+        self.refused: Counter[str] = Counter()  # Pair calls, by reason
 
     def __len__(self) -> int:
         return len(self._streams)
 
     def carry(self, action: ToPuller | SendBlock | ClosePull) -> None:
-        outbound = self._streams.get(action.pull)
-        if outbound is None:
+        serving = self._streams.get(action.pull)
+        if serving is None:
             return  # the stream ended meanwhile, and the core knows or is about to
         if isinstance(action, ClosePull):
-            outbound.close()
+            serving.outbound.close()
         else:
-            outbound.put(action)
+            serving.outbound.put(action)
+
+    def _act(self, core: PullOwner, actions: list[Action]) -> None:
+        if core is not self._probe:
+            self._apply(actions)
+            return
+        for action in actions:
+            self.carry(action)  # type: ignore[arg-type]  # a probe's actions are all this class's
+
+    async def Pair(self, request: worker_pb2.PairRequest, context: grpc.aio.ServicerContext) -> worker_pb2.PairReply:
+        """Descriptors, once per puller. Those of a layout that differs would mean something else to it."""
+        asked = pair_request_from_pb(request)
+        if asked.owner_incarnation != self._node.incarnation:
+            self.refused["another incarnation"] += 1
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another process answers at this address now")
+        layout = self._cache.layout
+        if different := mismatch(layout, asked.layout):
+            self.refused["another layout"] += 1
+            log.warning("pair_of_another_layout", puller=asked.puller.address or asked.puller.name, fields=different)
+            return pair_reply_to_pb(PairReply(self._node, layout))
+        self.paired += 1
+        offers = [
+            TransportOffer(kind, self._exports[kind].offer() if kind in self._exports else b"")
+            for kind in self._transports
+        ]
+        probes = 0 if self._probe is None else len(self._probe.handles)
+        return pair_reply_to_pb(PairReply(self._node, layout, offers, probes))
 
     async def Pull(self, request_iterator: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
         self._last_pull += 1
         pull = self._last_pull
-        outbound = self._streams[pull] = Outbound()
+        serving = self._streams[pull] = _Serving()
+        outbound = serving.outbound
         handler = asyncio.current_task()
         assert handler is not None, "a Pull handler runs in a task"
         watch = _Watch(outbound, lambda sequence: ToPuller(pull, Heartbeat(sequence)), handler.cancel)
-        reading = asyncio.create_task(self._read(pull, request_iterator, watch))
+        reading = asyncio.create_task(self._read(pull, serving, request_iterator, watch))
         tasks: list[asyncio.Task[Any]] = [reading, asyncio.create_task(watch.run())]
         try:
             async for action in outbound.drain():
@@ -152,41 +226,48 @@ class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
                     if isinstance(action, ToPuller):
                         await write(context, pull_event_to_pb(action.event))
                     else:
-                        await self._send(action, outbound, context)
+                        await self._send(action, serving, context)
             if reading.done() and (complaint := reading.result()):
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the puller sent nonsense: {complaint}")
         finally:
             outbound.close()
             del self._streams[pull]
-            self._apply(self._core.pull_closed(pull, time.monotonic()))
+            if serving.core is not None:
+                self._act(serving.core, serving.core.pull_closed(pull, time.monotonic()))
             if watch.silent:
                 log.warning("pull_silent", pull=pull)
             await cancel_all(tasks)
 
-    async def _read(self, pull: int, requests: AsyncIterator[Any], watch: _Watch) -> str:
+    async def _read(self, pull: int, serving: _Serving, requests: AsyncIterator[Any], watch: _Watch) -> str:
         """Until the puller has said all. Returns what is wrong with its last message; "" if nothing is."""
         try:
             async for message in requests:
                 watch.heard()
-                self._apply(self._core.pull_message(pull, pull_request_from_pb(message), time.monotonic()))
+                said = pull_request_from_pb(message)
+                if serving.core is None:
+                    serving.core = self._core_for(said)
+                self._act(serving.core, serving.core.pull_message(pull, said, time.monotonic()))
         except UNREADABLE as error:
             log.warning("pull_invalid_message", pull=pull, error=str(error))
             return str(error)
         finally:
-            if pull in self._streams:
-                self._streams[pull].close()
+            serving.outbound.close()
         return ""
 
-    async def _send(
-        self, action: SendBlock, outbound: Outbound[ToPuller | SendBlock], context: grpc.aio.ServicerContext
-    ) -> None:
+    def _core_for(self, first: PullRequest) -> PullOwner:
+        probes = isinstance(first, PullOpen) and first.ticket == PROBE_TICKET
+        return self._core if self._probe is None or not probes else self._probe
+
+    async def _send(self, action: SendBlock, serving: _Serving, context: grpc.aio.ServicerContext) -> None:
         """Nothing is sent once the pull is over: its block may be another tenant's."""
         for message in chunks(action.handle.position, self._cache.block_bytes(action.handle.id)):
-            if outbound.closed:
+            if serving.outbound.closed:
                 return
             self.bytes_sent += len(message.data.data)
             await write(context, message)
-        self._apply(self._core.sent(action.pull, action.handle.position, time.monotonic()))
+        core = serving.core
+        assert core is not None, f"pull {action.pull} sends before it is open"
+        self._act(core, core.sent(action.pull, action.handle.position, time.monotonic()))
 
 
 # ---- the puller -----------------------------------------------------------------------------------------------
@@ -201,7 +282,8 @@ class _Stream:
         self.call: Any = None
         self.done = False  # PullDone is queued: it has to get out before the stream ends
         self.task: asyncio.Task[None] | None = None
-        self.pool: Pool | None = None  # the owner's memory, where this process may read it
+        self.route: Route | None = None
+        self.trouble = ""  # why it failed, for the counts
         self.copies: deque[BlockHandle] = deque()
         self.copying: asyncio.Task[None] | None = None
 
@@ -214,31 +296,20 @@ class _Stream:
 class PullClients:
     """All Pull streams of a decode worker. `apply` carries out the core's actions, those of this class by `carry`.
 
-    `connect` opens a channel to an address; one channel per owner is kept. Where a pull is to read the owner's memory
-    and cannot, it is told to fall back, or fails if `only_memory`. Blocks are copied on a thread of their own.
+    `peers` knows the way to each owner, and a pull whose owner cannot be reached fails. Blocks of a one-sided path are
+    copied on its source's thread, a slice at a time; everything else is on the loop.
     """
 
     def __init__(
-        self,
-        core: Puller,
-        cache: Cache,
-        apply: Apply,
-        connect: Callable[[str], grpc.aio.Channel],
-        *,
-        only_memory: bool = False,
-        digests: bool = True,
+        self, core: Puller, cache: Cache, apply: Apply, peers: Reach, channels: Channels, *, digests: bool = True
     ) -> None:
         self._core = core
         self._cache = cache
         self._apply = apply
-        self._connect = connect
-        self._streams: dict[int, _Stream] = {}
-        self._channels: dict[str, tuple[grpc.aio.Channel, set[int]]] = {}  # least recently opened first
-        self._retired: set[asyncio.Task[None]] = set()
-        self._only_memory = only_memory
+        self._peers = peers
+        self._channels = channels
         self._digests = digests
-        self._thread = ThreadPoolExecutor(1, "copies")
-        self.pools = Pools(cache.layout)
+        self._streams: dict[int, _Stream] = {}
         self.bytes_received = 0
         self.bytes_copied = 0
 
@@ -261,48 +332,54 @@ class PullClients:
             if known.copying is None:
                 known.copying = asyncio.create_task(self._copy(action.pull, known))
         else:
+            if action.reason is not None:
+                known.trouble = known.trouble or action.reason.name.lower()
             known.close()
 
     async def close(self) -> None:
-        """Ends every stream, then the channels. Each pull is reported closed before this returns."""
+        """Ends every stream. Each pull is reported closed before this returns."""
         tasks = [stream.task for stream in self._streams.values() if stream.task is not None]
         await cancel_all(tasks)
         for pull in list(self._streams):  # a task that was cancelled before it began has reported nothing
             del self._streams[pull]
             self._apply(self._core.pull_stream_closed(pull, time.monotonic()))
-        await asyncio.gather(*self._retired)
-        for channel, _ in self._channels.values():
-            await channel.close()
-        self._channels.clear()
-        await self.pools.close()
-        self._thread.shutdown()
 
     async def _run(self, pull: int, stream: _Stream, address: str, message: PullOpen) -> None:
         try:
-            if message.transport == "memfd":
-                message = await self._reach(pull, stream, address, message)
-            if not stream.outbound.closed:
-                await self._talk(pull, stream, address, message)
+            if (opening := await self._find(pull, stream, address, message)) is not None:
+                await self._talk(pull, stream, address, opening)
         finally:
             stream.outbound.close()
             stream.copies.clear()
             if stream.copying is not None:  # it ends with the slices under way, and nothing may be said before
                 await asyncio.wait([stream.copying])
             del self._streams[pull]
+            self._count(stream)
             self._apply(self._core.pull_stream_closed(pull, time.monotonic()))
 
-    async def _reach(self, pull: int, stream: _Stream, address: str, message: PullOpen) -> PullOpen:
-        """The owner's memory, or the message that does without."""
+    async def _find(self, pull: int, stream: _Stream, address: str, message: PullOpen) -> PullOpen | None:
+        """The message with the path to this owner; None if there is no path, or nobody waits for one any more."""
         try:
-            stream.pool = await self.pools.obtain(message.owner_incarnation)
-        except NoPool as refusal:
-            log.warning("pull_without_memory", pull=pull, owner=address, reason=str(refusal))
-            if self._only_memory:
-                stream.close()
-                return message
-            self._core.fall_back(pull, str(refusal))
-            return replace(message, transport="grpc")
-        return message
+            route = await self._peers.reach(Node("", message.owner_incarnation, address))
+        except NoPath as refusal:
+            log.warning("pull_without_path", pull=pull, owner=address, reason=str(refusal))
+            if not stream.outbound.closed:
+                self._apply(self._core.no_path(pull, str(refusal), time.monotonic()))
+            return None
+        if stream.outbound.closed:
+            return None
+        stream.route = route
+        if route.transport != message.transport or route.fallback:
+            self._core.reroute(pull, route.transport, str(route))
+        return replace(message, transport=route.transport)
+
+    def _count(self, stream: _Stream) -> None:
+        if (route := stream.route) is None:
+            return
+        if stream.done:
+            route.transfers += 1
+        elif stream.trouble:
+            route.failures[stream.trouble] += 1
 
     async def _talk(self, pull: int, stream: _Stream, address: str, message: PullOpen) -> None:
         outbound = stream.outbound
@@ -313,9 +390,10 @@ class PullClients:
                 yield pull_request_to_pb(request)
 
         try:
-            channel, users = self._channel(address, pull)
+            channel = self._channels.take(address, stream)
         except OSError as error:  # its certificates cannot be read at the moment
             log.warning("pull_broken", pull=pull, owner=address, error=str(error))
+            stream.trouble = "no certificate"
             return
         call = stream.call = worker_pb2_grpc.KvTransferServiceStub(channel).Pull(requests())
         watch = _Watch(outbound, Heartbeat, call.cancel)
@@ -326,6 +404,7 @@ class PullClients:
                 self._on_event(pull, stream, readable(event))
         except (InvalidMessage, grpc.aio.AioRpcError) as error:
             log.warning("pull_broken", pull=pull, owner=address, error=_why(error))
+            stream.trouble = stream.trouble or "stream broken"
         except asyncio.CancelledError:
             # Ours if close() or the watch cancelled the call; the loop's if this task is being cancelled.
             task = asyncio.current_task()
@@ -333,30 +412,43 @@ class PullClients:
                 raise
             if watch.silent:
                 log.warning("pull_silent", pull=pull, owner=address)
+                stream.trouble = "owner silent"
         finally:
             outbound.close()
             call.cancel()
-            users.discard(pull)
+            self._channels.give(address, stream)
             await cancel_all([watching])
 
     async def _copy(self, pull: int, stream: _Stream) -> None:
         """While one slice is copied the one before is reported. Ends when nothing is left to copy."""
-        loop = asyncio.get_running_loop()
+        route, loop = stream.route, asyncio.get_running_loop()
+        assert route is not None and route.source is not None, f"pull {pull} copies without a source"
+        source = route.source
         running: tuple[list[Copy], asyncio.Future[list[int]]] | None = None
         while running is not None or stream.copies:
-            copies, pool = self._slice(pull, stream), stream.pool
-            started = (
-                (copies, loop.run_in_executor(self._thread, pool.copy, self._cache, copies))
-                if copies and pool
-                else None
-            )
+            copies = self._slice(pull, stream)
+            started = (copies, loop.run_in_executor(route.thread, source.copy, self._cache, copies)) if copies else None
             if running is not None:
-                done, digests = running[0], await running[1]
-                for copy, digest in zip(done, digests, strict=True):
-                    self._apply(self._core.copied(pull, copy.position, digest, time.monotonic()))
-                self.bytes_copied += len(done) * self._cache.layout.block_bytes
+                await self._copied(pull, stream, route, *running)
             running = started
         stream.copying = None
+
+    async def _copied(
+        self, pull: int, stream: _Stream, route: Route, copies: list[Copy], copying: asyncio.Future[list[int]]
+    ) -> None:
+        try:
+            digests = await copying
+        except CopyFailed as failure:
+            log.warning("pull_copy_failed", pull=pull, reason=str(failure))
+            stream.trouble = stream.trouble or str(failure)
+            route.suspect = True
+            self._apply(self._core.copy_failed(pull, copies[0].position, time.monotonic()))
+            return
+        for copy, digest in zip(copies, digests, strict=True):
+            self._apply(self._core.copied(pull, copy.position, digest, time.monotonic()))
+        moved = len(copies) * self._cache.layout.block_bytes
+        self.bytes_copied += moved
+        route.bytes += moved
 
     def _slice(self, pull: int, stream: _Stream) -> list[Copy]:
         """The next blocks that may still be written; an id that the owner's memory has not fails the pull."""
@@ -367,8 +459,9 @@ class PullClients:
             block = self._core.destination(pull, handle.position)
             if block is None:
                 continue
-            if stream.pool is None or handle.id >= stream.pool.num_blocks:
-                log.warning("pull_block_out_of_range", pull=pull, block=handle.id)
+            if (unfit := _unfit(stream.route, handle)) is not None:
+                log.warning("pull_block_refused", pull=pull, block=handle.id, reason=unfit)
+                stream.trouble = stream.trouble or unfit
                 self._apply(self._core.copy_failed(pull, handle.position, time.monotonic()))
                 continue
             tokens = self._core.block_tokens(pull, handle.position) if self._digests else None
@@ -384,23 +477,20 @@ class PullClients:
             digest = stream.receiver.receive(event.data)
         except CorruptBlock as error:
             log.warning("pull_corrupt_block", pull=pull, error=str(error))
+            stream.trouble = stream.trouble or "corrupt block"
             self._apply(self._core.copy_failed(pull, error.position, now))
             return
         self.bytes_received += len(event.data.data)
+        if stream.route is not None:
+            stream.route.bytes += len(event.data.data)
         if digest is not None:
             self._apply(self._core.copied(pull, event.data.position, digest, now))
 
-    def _channel(self, address: str, pull: int) -> tuple[grpc.aio.Channel, set[int]]:
-        if address not in self._channels:
-            idle = [known for known, (_, users) in self._channels.items() if not users]
-            for known in idle[: max(0, len(self._channels) - MAX_CHANNELS + 1)]:
-                retiring = asyncio.create_task(self._channels.pop(known)[0].close())
-                self._retired.add(retiring)
-                retiring.add_done_callback(self._retired.discard)
-            self._channels[address] = (self._connect(address), set())
-        entry = self._channels[address]
-        entry[1].add(pull)
-        return entry
+
+def _unfit(route: Route | None, handle: BlockHandle) -> str | None:
+    if route is None or route.source is None or route.ended:
+        return "path closed"
+    return "block out of range" if handle.id >= route.source.num_blocks else None
 
 
 def _why(error: InvalidMessage | grpc.aio.AioRpcError) -> str:

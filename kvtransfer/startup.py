@@ -18,6 +18,7 @@ from engine.config import EngineConfig, ModelConfig, ModelError
 from engine.messages import KvLayout, Node, TransportOffer, WorkerHello
 from engine.shared_memory import SharedMemory
 from engine.types import SamplingParams
+from kvtransfer.probe import spare_blocks
 from wire.options import ON_CPU, WorkerOptions
 from wire.worker import CannotStart
 
@@ -47,19 +48,20 @@ class Engine:
     def depth(self) -> int:
         return 1 if self.ahead is None else self.ahead.depth
 
+    @property
+    def on_card(self) -> bool:
+        return self.ahead is not None
+
+    @property
+    def spare(self) -> range:
+        """Blocks of the cache that are not the pool's: the probe's (kvtransfer.probe)."""
+        return range(self.config.num_blocks, self.runner.cache.num_blocks)
+
     def hello(self, node: Node, transports: Sequence[TransportOffer]) -> WorkerHello:
         config = self.config
         return WorkerHello(
             node, self.layout, config.num_blocks, config.max_num_seqs, config.max_model_len, tuple(transports)
         )
-
-
-def offers(options: WorkerOptions, shared: bool) -> list[TransportOffer]:
-    """What a worker offers, the best first; `shared`: its blocks may be in shared memory. Raises CannotStart."""
-    if options.transport == "memfd" and not shared:
-        raise CannotStart("--transport memfd moves blocks of the CPU's memory, and this worker's are on a card")
-    kinds = {"auto": ("memfd", "grpc"), "memfd": ("memfd",), "grpc": ("grpc",)}[options.transport]
-    return [TransportOffer(kind) for kind in kinds if shared or kind != "memfd"]
 
 
 def assemble(options: WorkerOptions, say: Say) -> Engine:
@@ -144,8 +146,9 @@ def _on_cpu(options: WorkerOptions, source: ModelSource, model: ModelConfig, pha
     weights = Llama(model, load_tensors(source, TORCH_DTYPES[dtype], phases))
     phases(f"reserving {config.num_blocks} KV blocks", 0.0)
     shared = options.role.name == "prefill" and options.transport != "grpc"
-    memory = SharedMemory(config.num_blocks * layout.block_bytes) if shared else None
-    runner = ModelRunner(weights, config, KVCache(layout, config.num_blocks, memory=memory), CPUBackend())
+    with_spare = config.num_blocks + spare_blocks(layout.block_bytes)
+    memory = SharedMemory(with_spare * layout.block_bytes) if shared else None
+    runner = ModelRunner(weights, config, KVCache(layout, with_spare, memory=memory), CPUBackend())
     phases("warming up", 0.0)
     _warm_up(runner)
     description = f"{source.name}, {dtype} on the CPU, {options.threads} threads, {_room(config)}"

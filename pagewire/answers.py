@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from engine.messages import KvPath
 from engine.types import FinishReason, TokenLogprob
 
 
@@ -131,6 +132,7 @@ class WorkerStatus:
     pulled_blocks: int
     transports: Sequence[str] = ()
     kv_path: str = ""  # how blocks came from other workers; empty until the first
+    kv_paths: Sequence[KvPath] = ()  # of a decode worker: how they come from each prefill worker
 
 
 @dataclass(frozen=True, slots=True)

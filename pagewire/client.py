@@ -15,7 +15,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,6 +32,7 @@ from protos import generation_pb2 as gpb
 from protos import generation_pb2_grpc
 from wire.channel import MAX_MESSAGE_BYTES, open_channel
 from wire.codec import from_duration, logprob_from_pb
+from wire.pairing import paths_from_pb
 from wire.security import Security
 
 __all__ = ["AsyncClient", "Client", "Delta", "PagewireError", "Result"]
@@ -406,7 +407,10 @@ def _models(response: gpb.ListModelsResponse) -> list[Model]:
 
 def _server_info(response: gpb.GetServerInfoResponse) -> ServerInfo:
     workers = [
-        WorkerStatus(**{field.name: getattr(each, field.name) for field in fields(WorkerStatus)})
+        replace(
+            WorkerStatus(**{field.name: getattr(each, field.name) for field in fields(WorkerStatus)}),
+            kv_paths=paths_from_pb(each.kv_paths),
+        )
         for each in response.workers
     ]
     return ServerInfo(

@@ -18,9 +18,10 @@ from engine.blocks import BlockPool
 from engine.device_thread import DeviceThread
 from engine.messages import Node, WorkerHello
 from kvtransfer.driver import Driver
+from kvtransfer.offer import Transports, owner_transports
+from kvtransfer.probe import ProbeOwner, fill
 from kvtransfer.service import KvTransferService
-from kvtransfer.startup import Assemble, Say, assemble, offers
-from kvtransfer.transports.memfd import PoolServer
+from kvtransfer.startup import Assemble, Say, assemble
 from prefill_service.prefiller import Prefiller
 from protos import worker_pb2, worker_pb2_grpc
 from wire.channel import write
@@ -41,7 +42,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
         self._driver: Driver | None = None
         self._hello: WorkerHello | None = None
         self._transfer: KvTransferService | None = None
-        self._pool: PoolServer | None = None
+        self._transports: Transports | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
@@ -50,7 +51,9 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
     async def load(self, address: str, say: Say) -> str:
         engine = await self._device.run(self._assemble, self._options, say)
         node = Node(self._options.name, secrets.randbits(64), address)
-        transports = offers(self._options, engine.memory is not None)
+        transports = self._transports = owner_transports(self._options.transport, engine, node)
+        cache = engine.runner.cache
+        probe = await self._device.run(fill, cache, engine.spare, secrets.randbits(64))
         core = Prefiller(
             node,
             engine.layout,
@@ -60,18 +63,25 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
             eos_token_ids=engine.runner.eos_token_ids,
             depth=engine.depth,
             digests=self._options.kv_digest,
-            transports=[offer.kind for offer in transports],
+            transports=transports.kinds,
             rng=random.Random(secrets.randbits(64)),
         )
         self._driver = Driver(core, engine.runner.step, self._device, engine.ahead, observer=self.observer)
-        self._transfer = KvTransferService(core, engine.runner.cache, self._driver.apply)
+        self._transfer = KvTransferService(
+            core,
+            cache,
+            self._driver.apply,
+            node=node,
+            probe=ProbeOwner(node, engine.layout, probe, transports.kinds),
+            exports=transports.exports,
+            transports=transports.kinds,
+        )
         self._driver.carry = self._transfer.carry
-        if engine.memory is not None:
-            self._pool = PoolServer(node.incarnation, engine.layout, engine.memory)
-            self._pool.start()
-        self._hello = engine.hello(node, transports)
+        for export in transports.exports:
+            export.start()
+        self._hello = engine.hello(node, transports.offers)
         self.observer.serving(core, self._hello, self._options.model)
-        return f"{engine.description}, KV by {' or '.join(offer.kind for offer in transports)}"
+        return f"{engine.description}, {transports}"
 
     @property
     def stuck(self) -> bool:
@@ -86,8 +96,9 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
         await self._driver.drain(grace)
 
     async def close(self) -> None:
-        if self._pool is not None:
-            await self._pool.close()
+        if self._transports is not None:
+            for export in self._transports.exports:
+                await export.close()
         self._device.close()
 
     async def Attach(
@@ -101,6 +112,11 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
         async with contextlib.aclosing(session):
             async for event in session:
                 await write(context, event)
+
+    async def Pair(self, request: worker_pb2.PairRequest, context: grpc.aio.ServicerContext) -> worker_pb2.PairReply:
+        if self._transfer is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is still loading")
+        return await self._transfer.Pair(request, context)
 
     async def Pull(
         self, request_iterator: AsyncIterator[worker_pb2.PullRequest], context: grpc.aio.ServicerContext

@@ -38,6 +38,7 @@ from router.validate import check_chunking, check_detokenize, check_generate, ch
 from router.workers import Role, Worker
 from wire.channel import write
 from wire.codec import logprob_to_pb, to_duration
+from wire.pairing import paths_to_pb
 
 MOST_WRITE_S = 60.0  # the dispatcher ends a request whose client lags much sooner; this ends the call itself
 
@@ -145,7 +146,7 @@ def _worker_status(worker: Worker) -> gpb.WorkerStatus:
         role=worker.role.value,
         address=worker.address,
         accepting=worker.eligible,
-        reason="" if worker.eligible else worker.mismatch or "is draining",
+        reason=worker.why_not,
         dtype=hello.layout.dtype,
         block_size=hello.layout.block_size,
         block_bytes=hello.layout.block_bytes,
@@ -157,4 +158,5 @@ def _worker_status(worker: Worker) -> gpb.WorkerStatus:
         transports=[offer.kind for offer in hello.transports],
         pulled_blocks=load.pulled_blocks,
         kv_path=load.kv_path,
+        kv_paths=paths_to_pb(load.kv_paths),
     )

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from engine.messages import RouterHello, WorkerHello
+from engine.messages import Node, Peers, RouterHello, WorkerHello
 from protos import worker_pb2_grpc
 from router.actions import ToWorker
 from router.config import split_target
@@ -54,6 +54,7 @@ class Sessions:
         self._resolved: dict[tuple[Role, str], frozenset[str]] = {}  # addresses of each target, as last looked up
         self._tasks: dict[tuple[Role, str], asyncio.Task[None]] = {}
         self._known: dict[int, str] = {}  # incarnation of each attached worker process: its address
+        self._owners: dict[str, Node] = {}  # prefill workers that are attached, by address
         self.absent: dict[tuple[Role, str], str] = {}  # addresses without a session, and why the last one ended
 
     def send(self, action: ToWorker) -> None:
@@ -138,6 +139,7 @@ class Sessions:
             self.absent.pop((role, address), None)
             log.info("session_open", worker=address, stage=role.value, name=hello.node.name)
             driver.worker_up(address, role, hello)
+            self._introduce(role, address, hello.node)
 
         channel = open_channel(address, self._security, internal=True, name=self._name_of(role, address))
         self._session += 1
@@ -163,11 +165,22 @@ class Sessions:
                 await asyncio.sleep(TWIN_S)
         finally:
             if incarnation is not None:
+                if role is Role.PREFILL:
+                    self._owners.pop(address, None)
                 del self._outbound[role, address]
                 del self._known[incarnation]
                 driver.worker_down(address, role)
             await channel.close()
         return incarnation is not None, why
+
+    def _introduce(self, role: Role, address: str, node: Node) -> None:
+        """Every decode worker pairs with every prefill worker before the first request: here it learns of them."""
+        if role is Role.PREFILL:
+            self._owners[address] = node
+        told = [out for (each, _), out in self._outbound.items() if each is Role.DECODE]
+        for outbound in told if role is Role.PREFILL else [self._outbound[role, address]]:
+            if self._owners:
+                outbound.put(Peers(tuple(self._owners.values())))
 
 
 def _unknown_method(cause: BaseException | None) -> bool:

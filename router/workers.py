@@ -42,7 +42,12 @@ class Worker:
 
     @property
     def eligible(self) -> bool:
-        return not self.draining and not self.mismatch
+        return not self.draining and not self.mismatch and not self.load.refuses
+
+    @property
+    def why_not(self) -> str:
+        """Why it takes no work; empty if it does."""
+        return self.mismatch or ("is draining" if self.draining else self.load.refuses)
 
     @property
     def capacity(self) -> int:
@@ -128,7 +133,7 @@ class Workers:
         workers = list(self._workers[role].values())
         if not workers:
             return f"no {role.value} worker is up"
-        reasons = [f"{worker.address} {worker.mismatch or 'is draining'}" for worker in workers if not worker.eligible]
+        reasons = [f"{worker.address} {worker.why_not}" for worker in workers if not worker.eligible]
         return f"no {role.value} worker takes work: " + "; ".join(reasons)
 
     def _note_empty(self, role: Role, now: float, was_eligible: bool) -> None:

@@ -30,6 +30,7 @@ from kvtransfer.outbox import Outbox
 from kvtransfer.ticket import layout_digest, mint
 
 BLOCK_SIZE = 4
+SPARE = 4  # blocks behind the pool's, for probes
 NODE = Node("prefill-0", 77, "127.0.0.1:1")
 
 
@@ -55,7 +56,7 @@ class Owner:
         memory: SharedMemory | None = None,
     ) -> None:
         self.pool = pool or BlockPool(num_blocks)
-        self.cache = FakeCache(layout(block_bytes), self.pool.num_blocks)
+        self.cache = FakeCache(layout(block_bytes), self.pool.num_blocks + SPARE)
         if memory is not None:
             self.cache.data = memoryview(memory.map)
         self.node = node
@@ -126,14 +127,15 @@ class Owner:
 class Puller:
     def __init__(self, num_blocks: int = 32, block_bytes: int = 32, pool: BlockPool | None = None) -> None:
         self.pool = pool or BlockPool(num_blocks)
-        self.cache = FakeCache(layout(block_bytes), self.pool.num_blocks)
+        self.cache = FakeCache(layout(block_bytes), self.pool.num_blocks + SPARE)
         self.inbox = Inbox(layout_digest(layout(block_bytes)))
         self.jobs: dict[int, tuple[RequestKey, Ticket]] = {}
         self.bound: dict[int, dict[int, int]] = {}  # pull -> position -> block, referenced
         self.ready: dict[int, Ready | Adopted] = {}
         self.failed: dict[int, Reason] = {}
         self.drained: list[int] = []
-        self.fallbacks: dict[int, str] = {}
+        self.paths: dict[int, str] = {}
+        self.causes: dict[int, str] = {}
         self.bind_at_once = True
 
     def start(self, ticket: Ticket, key: RequestKey, now: float, transport: str = "grpc") -> tuple[int, list[Action]]:
@@ -161,9 +163,13 @@ class Puller:
     def pull_stream_closed(self, pull: int, now: float) -> list[Action]:
         return self._notice(self.inbox.stream_closed(pull, now), now)
 
-    def fall_back(self, pull: int, reason: str) -> None:
-        self.fallbacks[pull] = reason
-        self.inbox.fall_back(pull)
+    def reroute(self, pull: int, transport: str, path: str) -> None:
+        self.paths[pull] = path
+        self.inbox.reroute(pull, transport)
+
+    def no_path(self, pull: int, cause: str, now: float) -> list[Action]:
+        self.causes[pull] = cause
+        return self._notice(self.inbox.no_path(pull, {"cause": cause}), now)
 
     def adopted(self, pull: int, blocks: Sequence[int], now: float) -> list[Action]:
         return self._notice(self.inbox.adopted(pull, blocks, now), now)

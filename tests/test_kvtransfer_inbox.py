@@ -284,12 +284,12 @@ def test_an_owner_that_does_not_say_whether_a_copy_was_right_fails_the_pull() ->
 
 def test_a_pull_that_falls_back_asks_for_bytes() -> None:
     inbox, pull = opened(1, transport="memfd")
-    inbox.fall_back(pull)
+    inbox.reroute(pull, "grpc")
     inbox.message(pull, sealed(0), 0.0)
     assert inbox.bind(pull, {0: 30}, 0.0) == [ToOwner(pull, PullWant((0,)))]
     inbox.cancel(pull, 0.0)
-    inbox.fall_back(pull)
-    assert inbox.ignored == {"fall_back": 1}
+    inbox.reroute(pull, "grpc")
+    assert inbox.ignored == {"reroute": 1}
 
 
 class InboxMachine(RuleBasedStateMachine):

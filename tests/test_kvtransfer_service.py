@@ -6,105 +6,38 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 
 import google_crc32c
 import grpc
 import grpc.aio
 import pytest
 from kvtransfer_cores import Owner, Puller, layout
+from kvtransfer_pair import KEY, PLACED, Pair, PullSide, open_plain, until
 
-from engine.messages import BlocksSealed, Node, PullOpen, Reason, RequestKey, Ticket
+from engine.messages import BlocksSealed, Node, PairReply, PullOpen, Reason, RequestKey, Ticket, TransportOffer
 from engine.types import FinishReason
-from kvtransfer.actions import Action
-from kvtransfer.service import KvTransferService, PullClients
 from kvtransfer.ticket import layout_digest
 from protos import worker_pb2, worker_pb2_grpc
-from wire.channel import open_channel, open_server
+from wire.channel import open_server
 from wire.codec import pull_event_to_pb, pull_request_to_pb
+from wire.pairing import pair_reply_to_pb
 from wire.security import Security
 
 BLOCK_BYTES = 5 << 19  # two and a half messages
 
 
-class PullSide:
-    """A puller with its clients."""
-
-    def __init__(self, puller: Puller) -> None:
-        self.puller = puller
-        self.clients = PullClients(puller, puller.cache, self.apply, connect)
-
-    def apply(self, actions: list[Action]) -> None:
-        for action in actions:
-            self.clients.carry(action)
-
-    def start(self, ticket: Ticket, key: RequestKey) -> int:
-        pull, actions = self.puller.start(ticket, key, time.monotonic())
-        self.apply(actions)
-        return pull
-
-    def cancel(self, pull: int) -> None:
-        self.apply(self.puller.cancel(pull, time.monotonic()))
-
-
-class Pair(PullSide):
-    """A puller, and an owner with its server, in this process."""
-
-    def __init__(self, port: int, num_blocks: int = 16, block_bytes: int = BLOCK_BYTES) -> None:
-        super().__init__(Puller(num_blocks, block_bytes))
-        self.owner = Owner(num_blocks, block_bytes, Node("prefill-0", 77, f"127.0.0.1:{port}"))
-        self.service = KvTransferService(self.owner, self.owner.cache, self.apply_owner)
-        self.server = open_server(Security(), internal=True)
-        worker_pb2_grpc.add_KvTransferServiceServicer_to_server(self.service, self.server)
-        self.server.add_insecure_port(f"127.0.0.1:{port}")
-
-    def apply_owner(self, actions: list[Action]) -> None:
-        for action in actions:
-            self.service.carry(action)
-
-    def seal(self, ticket: Ticket, positions: Iterable[int]) -> None:
-        self.apply_owner(self.owner.seal(ticket.id, positions, time.monotonic()))
-
-    def finish(self, ticket: Ticket, finish_reason: FinishReason | None = None) -> None:
-        self.apply_owner(self.owner.finish(ticket.id, time.monotonic(), finish_reason))
-
-    def revoke(self, ticket: Ticket) -> None:
-        self.apply_owner(self.owner.revoke(ticket.id, time.monotonic()))
-
-    def expected(self, ticket: Ticket) -> list[bytes]:
-        return [bytes(self.owner.cache.block_bytes(block)) for block in self.owner.tables[ticket.id]]
-
-
-def connect(address: str) -> grpc.aio.Channel:
-    return open_channel(address, Security(), internal=True)
-
-
 @pytest.fixture
 async def pair(free_port: int) -> AsyncIterator[Pair]:
-    pair = Pair(free_port)
-    await pair.server.start()
+    pair = Pair(free_port, block_bytes=BLOCK_BYTES, incarnation=77)
+    await pair.start_server()
+    pair.peers.meet([pair.node])
+    await until(lambda: len(pair.peers) == 1)
+    pair.service.bytes_sent = 0
     try:
         yield pair
     finally:
-        await pair.clients.close()
-        await pair.server.stop(None)  # it does not wait until the handlers have run to their end
-        deadline = time.monotonic() + 3
-        while len(pair.service) and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-        assert len(pair.service) == len(pair.clients) == len(pair.puller.inbox) == 0
-        pair.owner.pool.audit(pair.owner.holders())
-        pair.puller.pool.audit(pair.puller.holders())
-
-
-async def until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        await asyncio.sleep(0.01)
-
-
-KEY = RequestKey(5, 1)
-PLACED = RequestKey(5, 1, 1)
+        await pair.close()
 
 
 async def test_every_byte_arrives_while_the_prompt_is_still_being_computed(pair: Pair) -> None:
@@ -209,7 +142,7 @@ async def test_closing_the_clients_reports_every_pull_even_one_that_has_not_begu
 
 @contextlib.asynccontextmanager
 async def raw_call(pair: Pair) -> AsyncIterator[grpc.aio.StreamStreamCall]:
-    channel = connect(pair.owner.node.address)
+    channel = open_plain(pair.owner.node.address)
     call = worker_pb2_grpc.KvTransferServiceStub(channel).Pull()
     try:
         yield call
@@ -292,6 +225,9 @@ class Liar(worker_pb2_grpc.KvTransferServiceServicer):
         self.owner = owner
         self.lies = lies
 
+    async def Pair(self, request: worker_pb2.PairRequest, context: object) -> worker_pb2.PairReply:
+        return pair_reply_to_pb(PairReply(self.owner.node, self.owner.cache.layout, [TransportOffer("grpc")]))
+
     async def Pull(self, request_iterator: AsyncIterator[object], context: grpc.aio.ServicerContext) -> None:
         handle = self.owner.handles[0]
         async for request in request_iterator:
@@ -313,7 +249,7 @@ async def test_a_silent_owner_loses_its_pull_after_three_seconds(free_port: int)
         await until(lambda: pull in near.puller.drained)
         assert 2.5 < time.monotonic() - began < 4.5
         assert near.puller.failed[pull] is Reason.COPY_FAILED
-        await near.clients.close()
+        await near.close_clients()
 
 
 @contextlib.asynccontextmanager
@@ -360,7 +296,7 @@ async def test_bytes_that_are_not_what_was_announced_fail_the_pull(lie: str, fre
         await until(lambda: pull in near.puller.drained, seconds=2.0)  # before its silence would end it
         assert near.puller.failed[pull] is Reason.COPY_FAILED
         assert near.puller.pool.available == 16
-        await near.clients.close()
+        await near.close_clients()
 
 
 async def test_bytes_of_an_owner_that_are_no_message_fail_the_pull(free_port: int) -> None:
@@ -369,7 +305,15 @@ async def test_bytes_of_an_owner_that_are_no_message_fail_the_pull(free_port: in
         await asyncio.sleep(60)
 
     server = open_server(Security(), internal=True)
-    handlers = {"Pull": grpc.stream_stream_rpc_method_handler(answer)}
+
+    async def pair(request: bytes, context: object) -> bytes:
+        reply = PairReply(Node("n", 1, ""), layout(BLOCK_BYTES), [TransportOffer("grpc")])
+        return pair_reply_to_pb(reply).SerializeToString()
+
+    handlers = {
+        "Pair": grpc.unary_unary_rpc_method_handler(pair),
+        "Pull": grpc.stream_stream_rpc_method_handler(answer),
+    }
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("pagewire.v1.KvTransferService", handlers)])
     server.add_insecure_port(f"127.0.0.1:{free_port}")
     await server.start()
@@ -378,7 +322,7 @@ async def test_bytes_of_an_owner_that_are_no_message_fail_the_pull(free_port: in
         pull = side.start(Ticket(9, Node("n", 1, f"127.0.0.1:{free_port}"), 8, 2, 60.0), PLACED)
         await until(lambda: side.puller.failed.get(pull) is Reason.COPY_FAILED and pull in side.puller.drained)
     finally:
-        await side.clients.close()
+        await side.close_clients()
         await server.stop(None)
 
 
@@ -386,18 +330,17 @@ async def test_a_channel_that_cannot_be_opened_fails_the_pull() -> None:
     def broken(address: str) -> grpc.aio.Channel:
         raise FileNotFoundError("cert.pem")
 
-    side = PullSide(Puller(16, BLOCK_BYTES))
-    side.clients = PullClients(side.puller, side.puller.cache, side.apply, broken)
+    side = PullSide(Puller(16, BLOCK_BYTES), connect=broken)
     pull = side.start(Ticket(9, Node("n", 1, "127.0.0.1:1"), 8, 2, 60.0), PLACED)
     await until(lambda: side.puller.failed.get(pull) is Reason.COPY_FAILED and pull in side.puller.drained)
     assert len(side.clients) == 0
-    await side.clients.close()
+    await side.close_clients()
 
 
 async def test_nonsense_of_a_puller_ends_its_stream_with_a_sentence(pair: Pair) -> None:
     ticket = pair.owner.accept(KEY, 8, 0.0)
     opening = pull_request_to_pb(PullOpen(ticket.id, PLACED, 77, "grpc", layout_digest(layout(BLOCK_BYTES))))
-    channel = connect(ticket.owner.address)
+    channel = open_plain(ticket.owner.address)
     for nonsense in (b"\xff\xff", b""):
         said = iter([opening.SerializeToString(), nonsense])
         with pytest.raises(grpc.aio.AioRpcError, match="nonsense") as refused:

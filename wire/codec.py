@@ -17,6 +17,7 @@ from engine import messages as m
 from engine.types import Candidate, FinishReason, InvalidField, SamplingParams, Token, TokenLogprob
 from protos import generation_pb2 as gpb
 from protos import worker_pb2 as wpb
+from wire.pairing import node_from_pb, node_to_pb, paths_from_pb, paths_to_pb, peers_from_pb, peers_to_pb
 
 MAX_DURATION_S = 10 * 366 * 86400.0
 MAX_LABEL = 256  # characters of what is only ever shown
@@ -127,14 +128,6 @@ def key_from_pb(pb: wpb.RequestKey) -> m.RequestKey:
     return m.RequestKey(pb.request, pb.attempt, pb.placement)
 
 
-def _node_to_pb(node: m.Node) -> wpb.Node:
-    return wpb.Node(name=node.name, incarnation=node.incarnation, address=node.address)
-
-
-def _node_from_pb(pb: wpb.Node) -> m.Node:
-    return m.Node(pb.name, pb.incarnation, pb.address)
-
-
 def _times_to_pb(times: m.StageTimes) -> wpb.StageTimes:
     return wpb.StageTimes(
         queued=to_duration(times.queued),
@@ -178,7 +171,7 @@ def _reason_from_number(number: int) -> m.Reason:
 def ticket_to_pb(ticket: m.Ticket) -> wpb.Ticket:
     return wpb.Ticket(
         id=ticket.id,
-        owner=_node_to_pb(ticket.owner),
+        owner=node_to_pb(ticket.owner),
         num_tokens=ticket.num_tokens,
         num_blocks=ticket.num_blocks,
         time_to_live=to_duration(ticket.time_to_live),
@@ -190,7 +183,7 @@ def ticket_to_pb(ticket: m.Ticket) -> wpb.Ticket:
 def ticket_from_pb(pb: wpb.Ticket) -> m.Ticket:
     return m.Ticket(
         id=pb.id,
-        owner=_node_from_pb(pb.owner),
+        owner=node_from_pb(pb.owner),
         num_tokens=pb.num_tokens,
         num_blocks=pb.num_blocks,
         time_to_live=from_duration(pb.time_to_live),
@@ -201,7 +194,7 @@ def ticket_from_pb(pb: wpb.Ticket) -> m.Ticket:
 
 def hello_to_pb(hello: m.WorkerHello) -> wpb.WorkerHello:
     return wpb.WorkerHello(
-        node=_node_to_pb(hello.node),
+        node=node_to_pb(hello.node),
         layout=wpb.KvLayout(**hello.layout._asdict()),
         total_blocks=hello.total_blocks,
         max_num_seqs=hello.max_num_seqs,
@@ -215,7 +208,7 @@ def hello_from_pb(pb: wpb.WorkerHello) -> m.WorkerHello:
     if layout.block_size < 1 or pb.total_blocks < 1 or pb.max_model_len < 1:
         raise InvalidMessage("a worker's hello lacks its block size, pool or model length")
     return m.WorkerHello(
-        node=_node_from_pb(pb.node),
+        node=node_from_pb(pb.node),
         layout=layout,
         total_blocks=pb.total_blocks,
         max_num_seqs=pb.max_num_seqs,
@@ -243,6 +236,9 @@ def load_to_pb(load: m.WorkerLoad) -> wpb.WorkerLoad:
         draining=load.draining,
         pulled_blocks=load.pulled_blocks,
         kv_path=load.kv_path,
+        kv_paths=paths_to_pb(load.kv_paths),
+        refuses=load.refuses,
+        cached_blocks=load.cached_blocks,
     )
 
 
@@ -257,6 +253,9 @@ def load_from_pb(pb: wpb.WorkerLoad) -> m.WorkerLoad:
         pb.draining,
         pb.pulled_blocks,
         pb.kv_path,
+        paths_from_pb(pb.kv_paths),
+        pb.refuses,
+        pb.cached_blocks,
     )
 
 
@@ -342,6 +341,8 @@ def decode_command_to_pb(command: m.DecodeCommand | m.RouterHello) -> wpb.Decode
             return wpb.DecodeCommand(heartbeat=wpb.Heartbeat(sequence=command.sequence))
         case m.Drain():
             return wpb.DecodeCommand(drain=wpb.Drain(grace=to_duration(command.grace)))
+        case m.Peers():
+            return wpb.DecodeCommand(peers=peers_to_pb(command))
 
 
 def decode_command_from_pb(pb: wpb.DecodeCommand) -> m.DecodeCommand | m.RouterHello:
@@ -363,6 +364,8 @@ def decode_command_from_pb(pb: wpb.DecodeCommand) -> m.DecodeCommand | m.RouterH
             )
         case "credit":
             return m.Credit(key_from_pb(pb.credit.key), pb.credit.until_index)
+        case "peers":
+            return peers_from_pb(pb.peers)
         case kind:
             return _common_command_from_pb(pb, kind)
 

@@ -168,6 +168,16 @@ def share(text: str) -> float:
     return value
 
 
+def rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 10_000:
+        raise argparse.ArgumentTypeError(f"must be GB/s in [0, 10000], got {text!r}")
+    return value
+
+
 def seconds(text: str) -> float:
     try:
         value = float(text)

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wire.flags import BadOption, Parser, add_security_flags, parse_bytes, seconds, security_of, share, whole
+from wire.flags import BadOption, Parser, add_security_flags, parse_bytes, rate, seconds, security_of, share, whole
 from wire.ports import at
 from wire.security import Security
 
 _WILDCARDS = ("0.0.0.0", "::")
 ON_CPU = "running on the CPU"  # begins the line in which a worker says why it takes no card
-TRANSPORTS = ("auto", "memfd", "grpc")
+TRANSPORTS = ("auto", "cuda_ipc", "memfd", "nixl", "grpc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ class WorkerOptions:
     dtype: str
     row_tile: int | None
     threads: int
-    transport: str  # "auto", "memfd" or "grpc": how KV blocks move between workers
+    transport: str  # how KV blocks move between workers: one of TRANSPORTS
+    min_transfer_gbps: float  # below which a decode worker uses no path; GB/s, 0 takes any
     kv_digest: bool  # copied bytes are compared with their owner's digest
     grace: float  # seconds that a drain may take
     exit_with_parent: bool
@@ -99,6 +100,7 @@ def parse(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> Worker
         row_tile=args.row_tile,
         threads=args.threads or max(1, cores // args.workers_on_host),
         transport=args.transport,
+        min_transfer_gbps=args.min_transfer_gbps,
         kv_digest=args.kv_digest == "on",
         grace=args.grace,
         exit_with_parent=args.exit_with_parent,
@@ -148,7 +150,14 @@ def _parser(role: Role) -> Parser:
         "--transport",
         choices=TRANSPORTS,
         default=TRANSPORTS[0],
-        help="how KV blocks move: memfd is this host's shared memory; auto takes it where it can (%(default)s)",
+        help="how KV blocks move: auto takes the best way that both workers have and that a probe proves (%(default)s)",
+    )
+    add(
+        "--min-transfer-gbps",
+        type=rate,
+        default=0.0,
+        metavar="GB/S",
+        help="a decode worker that measures less from a prefill worker pulls nothing from it (%(default)s takes any)",
     )
     add(
         "--kv-digest", choices=("on", "off"), default="on", help="compare copied bytes with their owner's (%(default)s)"

@@ -12,20 +12,10 @@ from typing import Protocol
 
 import google_crc32c
 
-from engine.messages import KvLayout
+from kvtransfer.paths import Cache
 from protos import worker_pb2 as pb
 
 CHUNK_BYTES = 1 << 20
-
-
-class Cache(Protocol):
-    """What a transport needs of a KVCache."""
-
-    @property
-    def layout(self) -> KvLayout: ...
-    def block_bytes(self, block: int) -> memoryview: ...
-    def write(self, block: int, offset: int, data: bytes) -> None: ...
-    def digest(self, block: int, position: int, tokens: Sequence[int]) -> int: ...
 
 
 class Destinations(Protocol):

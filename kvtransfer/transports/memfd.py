@@ -1,9 +1,9 @@
 """Blocks out of the owner's memory: its pool's descriptor, mapped read-only once per owner, then one memcpy per block.
 
-A PoolServer gives the descriptor of one incarnation to processes of the same user, over an abstract Unix socket named
-after that incarnation: whoever is on another host, or in another network namespace, finds nobody there. Pools keeps
-what was obtained, and forgets it when the owner's end of the socket closes. Nothing here decides which block may be
-read or written, and no copy is believed before the owner was asked about it: the cores see to that.
+A MemfdExport gives the descriptor of one incarnation to processes of the same user, over an abstract Unix socket named
+after that incarnation: whoever is on another host, or in another network namespace, finds nobody there. A source is
+gone when the owner's end of the socket closes. Nothing here decides which block may be read or written, and no copy is
+believed before the owner was asked about it: the cores see to that.
 """
 
 from __future__ import annotations
@@ -16,27 +16,22 @@ import os
 import socket
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
 from engine.kv_digest import kv_digest
-from engine.messages import KvLayout
+from engine.messages import KvLayout, Node
 from engine.shared_memory import SEALS, SharedMemory
+from kvtransfer.paths import Cache, Copy, NoPath
 from kvtransfer.ticket import layout_digest
-from kvtransfer.transports.grpc_bytes import Cache
 from wire.tasks import cancel_all
 
 _GREETING = struct.Struct("<8sQQ32s")  # magic, incarnation, bytes of the pool, layout
 _MAGIC = b"pagewire"
 _PEER = struct.Struct("iII")  # pid, uid, gid
 HANDSHAKE_S = 1.0
-MAX_PEERS = 64  # processes that hold one pool, and pools that one process holds
-
-
-class NoPool(Exception):
-    """The owner's memory cannot be used. str() is the reason, a few words."""
+MAX_PEERS = 64  # processes that hold one pool
 
 
 def _address(incarnation: int) -> str:
@@ -51,8 +46,10 @@ def _same_user(peer: socket.socket) -> bool:
 # ---- the owner of blocks ------------------------------------------------------------------------------------------
 
 
-class PoolServer:
+class MemfdExport:
     """Gives the descriptor away until closed. Each connection stays open: its end says that the owner is gone."""
+
+    kind = "memfd"
 
     def __init__(self, incarnation: int, layout: KvLayout, memory: SharedMemory) -> None:
         self._greeting = _GREETING.pack(_MAGIC, incarnation, memory.size, layout_digest(layout))
@@ -70,6 +67,9 @@ class PoolServer:
         listener.bind(_address(self._incarnation))
         listener.listen(MAX_PEERS)
         self._accepting = asyncio.create_task(self._accept(listener))
+
+    def offer(self) -> bytes:
+        return b""  # the incarnation names the socket
 
     async def close(self) -> None:
         await cancel_all([task for task in (self._accepting, *self._peers) if task is not None])
@@ -100,93 +100,70 @@ class PoolServer:
 # ---- the puller ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """One block: where its bytes are, where they go, and the tokens that its digest covers (None: no digest)."""
-
-    source: int
-    position: int
-    destination: int
-    tokens: Sequence[int] | None
-
-
-class Pool:
+class MemfdSource:
     """One owner's blocks, mapped read-only. Unmapped when nobody refers to it any more."""
 
     def __init__(self, descriptor: int, size: int, block_bytes: int) -> None:
         self._data = np.frombuffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ), np.uint8)
         self._block_bytes = block_bytes
+        self._watching: asyncio.Task[None] | None = None
         self.num_blocks = size // block_bytes
+        self.operations = 0
+        self.gone = False
 
-    def copy(self, cache: Cache, copies: Iterable[Copy]) -> list[int]:
-        """Blocks the calling thread, not the interpreter. The digests are those of the bytes that were written."""
+    def watch(self, peer: socket.socket) -> None:
+        """Until the owner is gone: its memory stays readable, and nobody should read it."""
+        self._watching = asyncio.create_task(self._watch(peer))
+
+    async def _watch(self, peer: socket.socket) -> None:
+        with peer:
+            with contextlib.suppress(OSError):
+                await asyncio.get_running_loop().sock_recv(peer, 1)
+            self.gone = True
+
+    def copy(self, cache: Cache, copies: Sequence[Copy]) -> list[int]:
         size, digests = self._block_bytes, []
+        self.operations += len(copies)
         for each in copies:
             destination = cache.block_bytes(each.destination)
             np.copyto(np.frombuffer(destination, np.uint8), self._data[each.source * size : (each.source + 1) * size])
             digests.append(0 if each.tokens is None else kv_digest(destination, each.position, each.tokens))
         return digests
 
+    def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
 
-class Pools:
-    """The pools of other incarnations on this host. A refusal is remembered: asking again would change nothing."""
+
+class MemfdImport:
+    """Maps the memory of other processes of this user on this host."""
+
+    kind = "memfd"
 
     def __init__(self, layout: KvLayout) -> None:
         self._layout = layout
-        self._known: dict[int, tuple[Pool, asyncio.Task[None]]] = {}  # the least recently obtained first
-        self._refusals: dict[int, str] = {}
-        self._asking: dict[int, asyncio.Future[Pool]] = {}
         self.refused: Counter[str] = Counter()
 
-    def __len__(self) -> int:
-        return len(self._known)
-
-    async def obtain(self, incarnation: int) -> Pool:
-        """Raises NoPool."""
-        if (known := self._known.get(incarnation)) is not None:
-            return known[0]
-        if (reason := self._refusals.get(incarnation)) is not None:
-            raise NoPool(reason)
-        if incarnation not in self._asking:
-            asking = self._asking[incarnation] = asyncio.ensure_future(self._ask(incarnation))
-            asking.add_done_callback(lambda _: self._asking.pop(incarnation))
-        return await asyncio.shield(self._asking[incarnation])
+    async def connect(self, owner: Node, offer: bytes) -> MemfdSource:
+        try:
+            source, peer = await self._connect(owner.incarnation)
+        except NoPath as refusal:
+            self.refused[str(refusal)] += 1
+            raise
+        source.watch(peer)
+        return source
 
     async def close(self) -> None:
-        with contextlib.suppress(NoPool):
-            await cancel_all([task for task in self._asking.values() if isinstance(task, asyncio.Task)])
-        known, self._known = self._known, {}
-        await cancel_all([watch for _, watch in known.values()])
+        pass
 
-    async def _ask(self, incarnation: int) -> Pool:
-        try:
-            pool, peer = await self._connect(incarnation)
-        except NoPool as refusal:
-            self.refused[str(refusal)] += 1
-            while len(self._refusals) >= MAX_PEERS:
-                self._refusals.pop(next(iter(self._refusals)))
-            self._refusals[incarnation] = str(refusal)
-            raise
-        while len(self._known) >= MAX_PEERS:
-            self._known.pop(next(iter(self._known)))[1].cancel()
-        self._known[incarnation] = (pool, asyncio.create_task(self._watch(incarnation, peer)))
-        return pool
-
-    async def _watch(self, incarnation: int, peer: socket.socket) -> None:
-        """Until the owner is gone: its memory stays readable, and nobody should read it."""
-        with peer:
-            with contextlib.suppress(OSError):
-                await asyncio.get_running_loop().sock_recv(peer, 1)
-            self._known.pop(incarnation, None)
-
-    async def _connect(self, incarnation: int) -> tuple[Pool, socket.socket]:
+    async def _connect(self, incarnation: int) -> tuple[MemfdSource, socket.socket]:
         loop = asyncio.get_running_loop()
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 await loop.sock_connect(peer, _address(incarnation))
                 if not _same_user(peer):
-                    raise NoPool("its owner is another user")
+                    raise NoPath("its owner is another user")
                 while True:
                     try:
                         greeting, descriptors, _, _ = socket.recv_fds(peer, _GREETING.size + 1, 1)
@@ -194,38 +171,38 @@ class Pools:
                     except BlockingIOError:
                         await asyncio.sleep(0.001)
             return self._map(incarnation, greeting, descriptors), peer
-        except NoPool:
+        except NoPath:
             peer.close()
             raise
         except TimeoutError as error:
             peer.close()
-            raise NoPool("no answer") from error
+            raise NoPath("no answer") from error
         except ConnectionRefusedError as error:
             peer.close()
-            raise NoPool("not offered on this host") from error
+            raise NoPath("not offered on this host") from error
         except OSError as error:
             peer.close()
-            raise NoPool(f"no descriptor: {error.strerror}") from error
+            raise NoPath(f"no descriptor: {error.strerror}") from error
         except BaseException:
             peer.close()
             raise
 
-    def _map(self, incarnation: int, greeting: bytes, descriptors: Sequence[int]) -> Pool:
+    def _map(self, incarnation: int, greeting: bytes, descriptors: Sequence[int]) -> MemfdSource:
         """Checks all that was said against what was given. The descriptor is closed: the mapping keeps the memory."""
         try:
             if len(greeting) != _GREETING.size or len(descriptors) != 1:
-                raise NoPool("an answer that is none")
+                raise NoPath("an answer that is none")
             magic, theirs, size, layout = _GREETING.unpack(greeting)
             if magic != _MAGIC or theirs != incarnation:
-                raise NoPool("another incarnation")
+                raise NoPath("another incarnation")
             if layout != layout_digest(self._layout):
-                raise NoPool("another layout")
+                raise NoPath("another layout")
             (descriptor,) = descriptors
             if os.fstat(descriptor).st_size != size or not size or size % self._layout.block_bytes:
-                raise NoPool("a descriptor of another size")
+                raise NoPath("a descriptor of another size")
             if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:  # a shrinking file would kill its reader
-                raise NoPool("a descriptor without seals")
-            return Pool(descriptor, size, self._layout.block_bytes)
+                raise NoPath("a descriptor without seals")
+            return MemfdSource(descriptor, size, self._layout.block_bytes)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -1,0 +1,313 @@
+"""The owners that one decode worker pulls from: paired once per incarnation, with the best path that proves itself.
+
+Owns the routes, their sources and copying threads. Pairing compares layouts, exchanges descriptors and tries the paths
+that both ends offer, the best first: the first one that carries the probe blocks with their digests intact, and fast
+enough, is the route of every pull until that owner's process ends. What was tried in vain is its `fallback`. A pull of
+an owner that nobody has met yet waits for all this; those that a router names are met before the first request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from engine.messages import KvPath, Node, PairReply, PairRequest, TransportOffer
+from kvtransfer.actions import Action
+from kvtransfer.channels import Channels, Connect
+from kvtransfer.paths import BETWEEN_PROCESSES, Cache, Import, NoPath, Route, Source
+from kvtransfer.probe import ProbePuller
+from kvtransfer.service import PullClients
+from kvtransfer.ticket import mismatch
+from protos import worker_pb2_grpc
+from wire.codec import InvalidMessage, readable
+from wire.logs import get_logger
+from wire.pairing import pair_reply_from_pb, pair_request_to_pb
+from wire.tasks import cancel_all
+
+log = get_logger("peers")
+
+PAIR_S = 3.0  # for one answer, and for one probe
+FIRST_BYTES = 1 << 20  # of the first probe of a path, which also warms it
+SECOND_S = 0.03  # how long the second, which is measured, should take
+RETRY_S = 10.0  # after which an owner without a usable path is asked again
+MAX_PEERS = 64  # owners that are kept; the one that was met first goes when another comes
+GB = 1e9
+
+
+class Peers:
+    """`missing` says why a path that a user might expect is not among `imports`; `say` takes lines for people.
+
+    `only` is the path that a user insists on, and `floor` the bytes per second below which none is good enough.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        cache: Cache,
+        spare: Sequence[int],
+        connect: Connect,
+        imports: Iterable[Import] = (),
+        *,
+        missing: Mapping[str, str] | None = None,
+        only: str = "",
+        floor: float = 0.0,
+        say: Callable[[str], object] = str,
+    ) -> None:
+        self.channels = Channels(connect)
+        self._node = node
+        self._cache = cache
+        self._spare = spare
+        self._imports = {each.kind: each for each in imports}
+        self._missing = dict(missing or {})
+        self._only = only
+        self._floor = floor
+        self._say = say
+        self._routes: dict[int, tuple[str, Route]] = {}  # incarnation -> address and route, the first met first
+        self._pairing: dict[int, asyncio.Task[Route]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._probing = asyncio.Lock()  # the probe blocks are this process's only ones
+        self.paired = 0
+
+    def __len__(self) -> int:
+        return len(self._routes)
+
+    # ---- what others may know -------------------------------------------------------------------------------------
+
+    def paths(self) -> tuple[KvPath, ...]:
+        """Plain numbers, one per owner: for `pagewire ps`, metrics and logs."""
+        return tuple(_shown(address, route) for address, route in self._routes.values())
+
+    def refuses(self) -> str:
+        """Why this worker should get no work: it has met owners, and can pull from none of them."""
+        if not self._routes or any(route.usable for _, route in self._routes.values()):
+            return ""
+        reasons = (f"{address} ({route.fallback})" for address, route in self._routes.values())
+        return "can pull KV blocks from no prefill worker: " + ", ".join(reasons)
+
+    # ---- meeting --------------------------------------------------------------------------------------------------
+
+    def meet(self, owners: Iterable[Node]) -> None:
+        """Pairs with those that are new, in the background; an owner that does not answer is met by its first pull."""
+        for owner in owners:
+            if owner.incarnation not in self._routes and owner.incarnation not in self._pairing:
+                self._begin(self._meet(owner))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _meet(self, owner: Node, delay: float = 0.0) -> None:
+        await asyncio.sleep(delay)
+        try:
+            await self.reach(owner)
+        except NoPath as refusal:
+            log.warning("peer_not_met", owner=owner.address, reason=str(refusal))
+
+    async def reach(self, owner: Node) -> Route:
+        """The proved route; raises NoPath. A path that broke is proved again, or another one takes its place."""
+        known = self._routes.get(owner.incarnation)
+        if known is not None and not self._outdated(known[1]):
+            return _checked(known[1])
+        if owner.incarnation not in self._pairing:
+            task = self._pairing[owner.incarnation] = asyncio.create_task(self._pair(owner))
+            task.add_done_callback(lambda _: self._pairing.pop(owner.incarnation, None))
+        return _checked(await asyncio.shield(self._pairing[owner.incarnation]))
+
+    async def close(self) -> None:
+        """After the last pull has ended."""
+        await cancel_all(self._background)
+        with contextlib.suppress(NoPath):
+            await cancel_all(self._pairing.values())
+        for incarnation in list(self._routes):
+            self._forget(incarnation)
+        await asyncio.gather(*self._background)
+        for each in self._imports.values():
+            await each.close()
+        await self.channels.close()
+
+    def _forget(self, incarnation: int) -> None:
+        self._end(self._routes.pop(incarnation)[1])
+
+    def _end(self, route: Route) -> None:
+        """No copy begins any more; the source is closed after the one that is under way."""
+        route.ended = True
+        if route.source is not None:
+            self._begin(_close(route.source, route.thread))
+
+    def _outdated(self, route: Route) -> bool:
+        if not route.usable:
+            return time.monotonic() >= route.met_at + RETRY_S
+        return route.suspect or (route.source is not None and route.source.gone)
+
+    # ---- pairing --------------------------------------------------------------------------------------------------
+
+    async def _pair(self, owner: Node) -> Route:
+        began = time.monotonic()
+        reply = await self._ask(owner)
+        if owner.incarnation in self._routes:
+            before = self._routes[owner.incarnation][1]
+            self._forget(owner.incarnation)
+        else:
+            before = None
+        route = await self._choose(owner, reply)
+        if before is not None:  # its counts go on
+            route.bytes, route.transfers, route.failures = before.bytes, before.transfers, before.failures
+        route.met_at = time.monotonic()
+        route.warm_seconds = route.met_at - began
+        self._keep(owner, route)
+        return route
+
+    async def _ask(self, owner: Node) -> PairReply:
+        offers = [TransportOffer(kind) for kind in (*self._imports, "grpc") if self._only in ("", kind)]
+        request = PairRequest(owner.incarnation, self._node, self._cache.layout, offers)
+        try:
+            channel = self.channels.take(owner.address, self)
+        except OSError as error:  # its certificates cannot be read at the moment
+            raise NoPath(f"no certificate: {error}") from error
+        try:
+            stub = worker_pb2_grpc.KvTransferServiceStub(channel)
+            return pair_reply_from_pb(readable(await stub.Pair(pair_request_to_pb(request), timeout=PAIR_S)))
+        except grpc.aio.AioRpcError as error:
+            raise NoPath(f"{error.code().name}: {error.details()}") from error
+        except InvalidMessage as error:
+            raise NoPath(f"its answer is none: {error}") from error
+        finally:
+            self.channels.give(owner.address, self)
+
+    async def _choose(self, owner: Node, reply: PairReply) -> Route:
+        """The best path that proves itself; a route without a transport says why there is none."""
+        if different := mismatch(self._cache.layout, reply.layout):
+            return Route("", None, fallback="; ".join(different))
+        theirs = {offer.kind: offer.metadata for offer in reply.transports}
+        refused: list[str] = []
+        for kind in BETWEEN_PROCESSES:
+            if self._only not in ("", kind):
+                continue
+            try:
+                route = await self._try(owner, kind, theirs, reply.probe_blocks)
+            except NoPath as refusal:
+                if str(refusal):
+                    refused.append(f"{kind}: {refusal}")
+                continue
+            route.fallback = "; ".join(refused)
+            return route
+        return Route("", None, fallback="; ".join(refused) or "both ends offer no path that the other has")
+
+    async def _try(self, owner: Node, kind: str, theirs: Mapping[str, bytes], offered: int) -> Route:
+        if kind != "grpc" and kind not in self._imports:
+            raise NoPath(self._missing.get(kind, "not offered here" if self._only else ""))
+        if kind not in theirs:
+            raise NoPath("not offered by its owner")
+        source = None if kind == "grpc" else await self._imports[kind].connect(owner, theirs[kind])
+        route = Route(kind, source, thread=ThreadPoolExecutor(1, f"copies-{kind}") if source else None)
+        try:
+            async with self._probing:
+                await self._prove(owner, route, offered)
+        except BaseException:
+            self._end(route)
+            raise
+        if route.bytes_per_second < self._floor:
+            self._end(route)
+            raise NoPath(
+                f"{route.bytes_per_second / GB:.2f} GB/s, and --min-transfer-gbps asks for {self._floor / GB:g}"
+            )
+        return route
+
+    async def _prove(self, owner: Node, route: Route, offered: int) -> None:
+        """Two transfers: the first proves and warms, the second is measured. A stream without probe blocks will do."""
+        size, most = self._cache.layout.block_bytes, min(offered, len(self._spare))
+        if most < 1:
+            if route.source is None and not self._floor:
+                return
+            raise NoPath("there are no blocks to prove it with")
+        first = max(1, min(most, FIRST_BYTES // size))
+        seconds = await self._transfer(owner, route, offered, first)
+        count = max(first, min(most, int(SECOND_S / seconds * first)))
+        seconds = await self._transfer(owner, route, offered, count)
+        route.bytes_per_second = count * size / seconds
+
+    async def _transfer(self, owner: Node, route: Route, offered: int, count: int) -> float:
+        probe = ProbePuller(self._cache.layout, self._spare)
+
+        def apply(actions: list[Action]) -> None:
+            for action in actions:
+                clients.carry(action)  # type: ignore[arg-type]  # a probe's actions are all for its stream
+
+        trial = Route(route.transport, route.source, thread=route.thread)
+        clients = PullClients(probe, self._cache, apply, _Given(trial), self.channels)
+        apply(probe.start(owner, offered, count, route.transport, time.monotonic()))
+        try:
+            give_up = time.monotonic() + PAIR_S
+            while not probe.over:
+                await asyncio.sleep(0.001)
+                apply(probe.tick(time.monotonic()))
+                if time.monotonic() > give_up:
+                    raise NoPath(f"its probe took more than {PAIR_S:g} s")
+        finally:
+            await clients.close()
+        if probe.seconds is None:
+            raise NoPath(f"its probe failed: {next(iter(trial.failures), 'the stream broke')}")
+        return probe.seconds
+
+    def _keep(self, owner: Node, route: Route) -> None:
+        while len(self._routes) >= MAX_PEERS:
+            self._forget(next(iter(self._routes)))
+        for incarnation, (address, _) in list(self._routes.items()):
+            if address == owner.address and incarnation != owner.incarnation:  # the process before this one
+                self._forget(incarnation)
+        self._routes[owner.incarnation] = (owner.address, route)
+        self.paired += 1
+        log.info(
+            "peer_met",
+            owner=owner.address,
+            path=route.transport or "none",
+            gb_per_second=round(route.bytes_per_second / GB, 3),
+            warm_ms=round(route.warm_seconds * 1e3, 1),
+            fallback=route.fallback,
+        )
+        self._say(str(_shown(owner.address, route)))
+        if not route.usable:
+            self._begin(self._meet(owner, RETRY_S))
+
+
+def _shown(address: str, route: Route) -> KvPath:
+    return KvPath(
+        address,
+        route.transport,
+        route.bytes_per_second,
+        route.warm_seconds,
+        route.fallback,
+        route.bytes,
+        route.transfers,
+        dict(route.failures),
+    )
+
+
+class _Given:
+    """The path under trial is the only one."""
+
+    def __init__(self, route: Route) -> None:
+        self._route = route
+
+    async def reach(self, owner: Node) -> Route:
+        return self._route
+
+
+def _checked(route: Route) -> Route:
+    if not route.usable:
+        raise NoPath(route.fallback)
+    return route
+
+
+async def _close(source: Source, thread: ThreadPoolExecutor | None) -> None:
+    if thread is not None:
+        await asyncio.get_running_loop().run_in_executor(None, thread.shutdown)
+    source.close()
