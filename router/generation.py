@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from engine.types import FinishReason, TokenLogprob
+from engine.types import FinishReason, Token, TokenLogprob
 from protos import generation_pb2 as gpb
 from router.actions import Emit, End, Outcome, RouterRequest, Times
 from router.answer import Answer, Piece
@@ -54,6 +54,7 @@ class Generation:
         self._submitted_at = time.monotonic()
         self._last_at: dict[int, float] = {}  # when each choice's last tokens came
         self._submitted = 0
+        self._running = checked.params.n
         self._answers = [
             Answer(model.tokenizer, prompt.token_ids, checked.params, checked.output, checked.resume)
             for _ in range(checked.params.n)
@@ -65,7 +66,7 @@ class Generation:
 
     @property
     def over(self) -> bool:
-        return all(answer.ended for answer in self._answers)
+        return self._running == 0
 
     def submit(self, deadline: float) -> None:
         """Choice 0 mints the seed where the client gave none; the others' derive from it. Raises Rejected."""
@@ -93,14 +94,8 @@ class Generation:
         """
         if self._error is None:
             await self._receive()
-        loop = asyncio.get_running_loop()
-        until = loop.time() + chunking.max_delay
-        while not self._enough(chunking.min_tokens):
-            try:
-                async with asyncio.timeout_at(until):
-                    await self._receive()
-            except TimeoutError:
-                break
+        if not self._enough(chunking.min_tokens):
+            await self._receive_more(chunking)
         pieces = [(index, answer.take()) for index, answer in enumerate(self._answers) if self.begun and answer.pending]
         if self._error is not None and not pieces:
             raise self._error
@@ -129,7 +124,7 @@ class Generation:
             index=index,
             text=piece.text if output.return_text else "",
             token_ids=piece.tokens if output.return_token_ids else (),
-            logprobs=map(logprob_to_pb, piece.logprobs),
+            logprobs=map(logprob_to_pb, piece.logprobs) if piece.logprobs else None,
         )
         if piece.finish_reason is not None:
             choice.finish_reason = _FINISH_REASONS[piece.finish_reason]
@@ -178,28 +173,41 @@ class Generation:
     # ---- inside ---------------------------------------------------------------------------------------------
 
     def _enough(self, tokens: int) -> bool:
-        pending = max(answer.pending for answer in self._answers)
-        return self.over or self._error is not None or pending >= tokens
+        if self._running == 0 or self._error is not None:
+            return True
+        return any(answer.pending >= tokens for answer in self._answers)
+
+    async def _receive_more(self, chunking: Chunking) -> None:
+        try:
+            async with asyncio.timeout(chunking.max_delay):
+                while not self._enough(chunking.min_tokens):
+                    await self._receive()
+        except TimeoutError:
+            pass  # what there is will do
 
     async def _receive(self) -> None:
         """Everything that has arrived, into the answers."""
-        arrived: dict[int, list[Emit]] = {}
+        arrived: dict[int, list[Token]] = {}
         ended: dict[int, Outcome] = {}
         for index, event in await self._call.events():
             if isinstance(event, End):
                 ended[index] = event.outcome
+                arrived.setdefault(index, [])
+            elif (tokens := arrived.get(index)) is not None:
+                tokens += event.tokens
             else:
-                arrived.setdefault(index, []).append(event)
-        for index in sorted(arrived.keys() | ended.keys()):
-            self._extend(index, arrived.get(index, []), ended.get(index))
+                arrived[index] = list(event.tokens)
+                if not self.begun:
+                    self._note_first(index, event)
+        for index, tokens in sorted(arrived.items()) if len(arrived) > 1 else arrived.items():
+            self._extend(index, tokens, ended.get(index))
 
-    def _extend(self, index: int, emits: Sequence[Emit], outcome: Outcome | None) -> None:
+    def _extend(self, index: int, tokens: Sequence[Token], outcome: Outcome | None) -> None:
         answer = self._answers[index]
-        if emits:
-            self._note_first(index, emits[0])
-            self._count(index, sum(len(emit.tokens) for emit in emits))
+        if tokens:
+            self._count(index, len(tokens))
         failed = outcome is not None and outcome.code != "OK"
-        answer.extend([token for emit in emits for token in emit.tokens], None if failed else outcome)
+        answer.extend(tokens, None if failed else outcome)
         if outcome is None:
             if answer.stopped is not None:
                 self._call.stop(index)
@@ -210,6 +218,7 @@ class Generation:
             self._error = RequestError.from_outcome(outcome)
         elif failed:  # a stop string had ended it already: whatever went wrong after that is nobody's loss
             answer.extend((), dataclasses.replace(outcome, code="OK", finish_reason=FinishReason.STOP))
+        self._running -= answer.ended
 
     def _count(self, index: int, tokens: int) -> None:
         now = time.monotonic()
@@ -219,7 +228,7 @@ class Generation:
 
     def _note_first(self, index: int, emit: Emit) -> None:
         """Prompt logprobs come with choice 0 alone; without them any choice may be the first."""
-        if self.begun or (index != 0 and self._checked.params.prompt_logprobs is not None):
+        if index != 0 and self._checked.params.prompt_logprobs is not None:
             return
         self.begun = True
         self._cached_tokens = emit.cached_tokens

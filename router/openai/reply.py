@@ -149,6 +149,9 @@ class Stream(Reply):
         self._head["object"] = shape.chunk_kind
         self._include_usage = include_usage
         self._usage_always = usage_always
+        # What every chunk begins and ends with, around its one choice.
+        self._before = b"data: " + encoded(self._head)[:-1] + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
     async def _send_answer(self, send: Send) -> None:
         started = False
@@ -174,12 +177,10 @@ class Stream(Reply):
         """Nothing where the client would learn nothing: text may be held back."""
         if not self._generations[number].shows(piece):
             return b""
-        chunk = {**self._head, "choices": [self._shape.chunk(self._place(number, index), piece)]}
+        choice = encoded(self._shape.chunk(self._place(number, index), piece))
         if self._usage_always:
-            chunk["usage"] = usage(self._generations)
-        elif self._include_usage:
-            chunk["usage"] = None
-        return _event(chunk)
+            return b"".join((self._before, choice, b'],"usage":', encoded(usage(self._generations)), b"}\n\n"))
+        return b"".join((self._before, choice, self._after))
 
 
 def _event(value: dict[str, Any]) -> bytes:
