@@ -44,7 +44,11 @@ class Sut:
         self._tasks: set[asyncio.Task[None]] = set()
         self.failures: list[str] = []
         self._client: AsyncClient = self._run(self._open())
-        self.jobs: Sequence[Job] = self._run(self._prepare())
+        try:
+            self.jobs: Sequence[Job] = self._run(self._prepare())
+        except BaseException:
+            self.close()
+            raise
 
     def issue(self, samples: list[lg.QuerySample]) -> None:
         """LoadGen calls this on its own thread, with one sample (Server) or all of them (Offline)."""
@@ -142,8 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, default=Path("mlperf"), help="of LoadGen's logs")
     options = parser.parse_args(argv)
-    options.output_dir.mkdir(parents=True, exist_ok=True)
     try:
+        options.output_dir.mkdir(parents=True, exist_ok=True)
         settings = Settings(
             address=options.address,
             security=SecurityFlags(options.token_file).read(),
@@ -153,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lengths=Lengths(input_len=options.input_len, output_len=options.output_len),
         )
         sut = Sut(settings)
-    except (BenchError, BadOption) as error:
+    except (BenchError, BadOption, OSError) as error:
         print(f"loadgen: {error}", file=sys.stderr)
         return 2
     try:

@@ -42,11 +42,11 @@ async def run(settings: Settings) -> tuple[Facts, str, list[Record], float]:
         jobs = await prepare(target, settings, facts)
         if settings.num_warmups:
             warmups = [jobs[number % len(jobs)] for number in range(settings.num_warmups)]
-            failed = [record for record in (await _drive(target, settings, warmups, None))[0] if record.error]
+            failed = [record for record in (await drive(target, settings, warmups, None))[0] if record.error]
             if failed:
                 raise BenchError(f"a warm-up request failed: {failed[0].error}")
         times = send_times(len(jobs), settings.request_rate, settings.burstiness, random.Random(settings.seed))
-        records, seconds = await _drive(target, settings, jobs, times)
+        records, seconds = await drive(target, settings, jobs, times)
         return facts, target.backend, records, seconds
     finally:
         await target.close()
@@ -103,7 +103,7 @@ async def _file_jobs(target: Target, settings: Settings, facts: Facts, rng: rand
 # ---- the clock ----------------------------------------------------------------------------------------------------
 
 
-async def _drive(
+async def drive(
     target: Target, settings: Settings, jobs: Sequence[Job], times: Sequence[float] | None
 ) -> tuple[list[Record], float]:
     """Without `times`: a warm-up, all at once and not shown."""
