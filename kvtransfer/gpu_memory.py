@@ -14,6 +14,7 @@ import torch
 from engine.config import ModelConfig
 from engine.kv_cache import TORCH_DTYPES
 from engine.messages import KvLayout
+from kvtransfer.probe import PROBE_BYTES_ON_CARD, spare_blocks
 from wire.options import WorkerOptions
 from wire.worker import CannotStart
 
@@ -50,11 +51,17 @@ def check_weights(options: WorkerOptions, model: ModelConfig, dtype: str) -> Non
         )
 
 
+def probe_blocks(layout: KvLayout) -> int:
+    """How many the cache has behind its pool's."""
+    return spare_blocks(layout.block_bytes, PROBE_BYTES_ON_CARD)
+
+
 def pool_blocks(options: WorkerOptions, layout: KvLayout, step: Step) -> int:
     """As many as fit, or as --kv-memory asks for. Raises CannotStart."""
     free, total = torch.cuda.mem_get_info()
     held = min(total - free, torch.cuda.memory_reserved() + _CONTEXT)
-    beside = step.peak + _GRAPHS
+    probes = probe_blocks(layout) * layout.block_bytes
+    beside = step.peak + _GRAPHS + probes
     if options.kv_memory is not None:
         if options.kv_memory + beside > free:
             most = (free - beside) // layout.block_bytes * layout.block_bytes
@@ -74,7 +81,7 @@ def pool_blocks(options: WorkerOptions, layout: KvLayout, step: Step) -> int:
         raise CannotStart(
             f"weights and one step take {held + beside} bytes of the GPU's {total}, of which {free} are free and this "
             f"worker may use {_allowed(options, total)}: no room for {_LEAST} KV blocks of {layout.block_bytes} bytes; "
-            f"{_fitting(options, step, held, least, free, total)}"
+            f"{_fitting(options, step, held, least + probes, free, total)}"
         )
     return blocks
 

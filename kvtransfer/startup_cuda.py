@@ -27,7 +27,7 @@ from engine.loader import ModelSource, load_tensors
 from engine.messages import KvLayout
 from engine.models.llama import Llama
 from engine.types import SamplingParams
-from kvtransfer.gpu_memory import Step, check_weights, pool_blocks
+from kvtransfer.gpu_memory import Step, check_weights, pool_blocks, probe_blocks
 from wire.options import WorkerOptions
 from wire.worker import CannotStart
 
@@ -107,7 +107,7 @@ def _on_cuda(
     blocks = pool_blocks(options, layout, step)
     phases(f"reserving {blocks} KV blocks", 0.0)
     config = replace(config, num_blocks=blocks)
-    runner.use(CudaKVCache(layout, blocks, gpu), config)
+    runner.use(CudaKVCache(layout, blocks + probe_blocks(layout), gpu), config)
     phases("compiling kernels and recording graphs", 0.0)
     runner.warm_up()
     gc.collect()
