@@ -23,7 +23,7 @@ TICK_S = 0.05
 # Messages to clients take about 60 us of CPU each. If every stream waits this much for each stream that is open, they
 # take a tenth of a core together, however many there are, until a token would be late.
 HOLD_PER_CALL_S = 0.0006
-MOST_HOLD_S = 0.07
+MOST_HOLD_S = 0.066
 MOST_HELD = 16  # events; far less than a client's window, so that holding them never stops a request
 
 HANDED_BACK = Outcome(
