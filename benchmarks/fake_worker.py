@@ -2,8 +2,8 @@
 
 `python -m benchmarks.fake_worker --role decode ...`. A prefill worker accepts at once and says token 0; a decode worker
 makes one token for every sequence each `--step` seconds and sends one message for all of them, within their credit.
-The first token of a prompt is the stream's number: what was sent of which stream, and when, is written to `--record`
-at the end. Never computes anything and moves no KV.
+The first token of a prompt is the stream's number, the second in how many steps it gets a token. What was sent of which
+stream, and when, is written to `--record` at the end. Never computes anything and moves no KV.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from wire.channel import open_server, write
 from wire.ports import bind
 from wire.security import Security
 from wire.session import Outbound, serve
+from wire.worker import leave
 
 BLOCKS, BLOCK_SIZE, LENGTH = 2**20, 16, 8192
 TIMES = StageTimes(0.001, 0.001, 0.0)
@@ -60,6 +61,7 @@ class Job:
     index: int
     until_index: int
     max_tokens: int
+    every: int  # steps to a token
 
 
 @dataclass(slots=True)
@@ -91,7 +93,7 @@ class Fake:
             case DecodeStart(key=key, token_ids=prompt):
                 self.outbound.put(FirstToken(key, Token(0, self._word(prompt[0], 0))))
                 most = command.params.max_tokens or LENGTH
-                self.jobs[key.request] = Job(key, prompt[0], 1, command.until_index, most)
+                self.jobs[key.request] = Job(key, prompt[0], 1, command.until_index, most, prompt[1])
                 self.sent[prompt[0]] = []
             case Credit(key=key):
                 if (job := self.jobs.get(key.request)) is not None:
@@ -105,8 +107,9 @@ class Fake:
 
     def step(self) -> None:
         rows, finishes, now = [], [], time.monotonic()
+        self.steps += 1
         for job in list(self.jobs.values()):
-            if job.index >= job.until_index:
+            if job.index >= job.until_index or (self.steps + job.stream) % job.every:
                 continue
             rows.append(Row(job.key, Token(job.index, self._word(job.stream, job.index))))
             self.sent[job.stream].append(now)
@@ -115,7 +118,6 @@ class Fake:
                 finishes.append(Finish(job.key, FinishReason.LENGTH, None, TIMES))
                 del self.jobs[job.key.request]
         if rows and self.outbound is not None:
-            self.steps += 1
             self.outbound.put(StepBatch(self.steps, rows, finishes))
 
     async def run(self, seconds: float) -> None:
@@ -160,7 +162,7 @@ async def run(arguments: argparse.Namespace) -> None:
     await stop.wait()
     pacing.cancel()
     arguments.record.write_text(json.dumps({"sent": fake.sent, "cancelled": fake.cancelled}))
-    await server.stop(0)
+    leave(0)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from benchmarks import router_load
 from benchmarks.startup import free_port
 
 PLACES = 1000  # --max-concurrent-requests
-FIRST = {"grpc": 1000, "http": 2000, "thousand": 3000, "one": 5000}  # numbers of the streams of each part
+FIRST = {"grpc": 1000, "http": 2000, "thousand": 3000, "full": 5000, "one": 7000}  # numbers of the streams of each part
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,8 @@ def held_back(raw: dict[str, Any], sent: dict[str, list[float]]) -> dict[str, fl
 async def refusal(target: Deployment, places: int) -> dict[str, Any]:
     """With every place taken: what one more gets at each door, and how soon."""
     channel, method = router_load.open_method(target.grpc)
-    streams = range(FIRST["thousand"], FIRST["thousand"] + places)
-    filling = [asyncio.ensure_future(router_load.over_grpc(method, stream, 4000)) for stream in streams]
+    streams = range(FIRST["full"], FIRST["full"] + places)
+    filling = [asyncio.ensure_future(router_load.over_grpc(method, stream, 4000, every=8)) for stream in streams]
     await asyncio.sleep(6)
     answer: dict[str, Any] = {"places": places}
     reader = await router_load.connect(target.http)
@@ -219,7 +219,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                     tokens = 32 * arguments.seconds
                     results[door] = load(door, target, directory, door, streams=streams, tokens=tokens, ramp=1)
             if "thousand" in parts:
-                results["thousand"] = load("grpc", target, directory, "thousand", streams=1000, tokens=128, ramp=2)
+                results["thousand"] = load(
+                    "grpc", target, directory, "thousand", streams=1000, tokens=40, every=8, ramp=2
+                )
             if "refusal" in parts:
                 results["refusal"] = uvloop.run(refusal(target, PLACES))
             record = target.records_of(1)

@@ -37,17 +37,17 @@ class Taken:
     refused: str = ""
 
 
-def prompt_of(stream: int) -> list[int]:
-    """The fake workers know a stream by its first token."""
-    return [stream] * PROMPT_TOKENS
+def prompt_of(stream: int, every: int) -> list[int]:
+    """The fake workers know a stream by its first token, and its pace by the second: a token in so many steps."""
+    return [stream, every, *range(PROMPT_TOKENS - 2)]
 
 
 # ---- gRPC -------------------------------------------------------------------------------------------------------
 
 
-def grpc_request(stream: int, tokens: int) -> bytes:
+def grpc_request(stream: int, tokens: int, every: int = 1) -> bytes:
     request = gpb.GenerateRequest(
-        token_ids=gpb.TokenIds(ids=prompt_of(stream)),
+        token_ids=gpb.TokenIds(ids=prompt_of(stream, every)),
         stopping=gpb.StoppingParams(max_tokens=tokens),
         output=gpb.OutputOptions(return_text=True),
     )
@@ -59,9 +59,9 @@ def open_method(address: str) -> tuple[grpc.aio.Channel, Any]:
     return channel, channel.unary_stream(METHOD, request_serializer=None, response_deserializer=None)
 
 
-async def over_grpc(method: Any, stream: int, tokens: int) -> Taken:
+async def over_grpc(method: Any, stream: int, tokens: int, every: int = 1) -> Taken:
     taken = Taken(time.monotonic())
-    call = method(grpc_request(stream, tokens))
+    call = method(grpc_request(stream, tokens, every))
     try:
         while (data := await call.read()) is not grpc.aio.EOF:
             taken.news.append((time.monotonic(), data))
@@ -78,8 +78,8 @@ def words_in_message(data: bytes) -> int:
 # ---- HTTP -------------------------------------------------------------------------------------------------------
 
 
-def http_request(stream: int, tokens: int) -> bytes:
-    asked = {"prompt": prompt_of(stream), "max_tokens": tokens, "stream": True}
+def http_request(stream: int, tokens: int, every: int = 1) -> bytes:
+    asked = {"prompt": prompt_of(stream, every), "max_tokens": tokens, "stream": True}
     body = json.dumps(asked).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
@@ -132,9 +132,9 @@ async def connect(address: str) -> Reader:
     return reader
 
 
-async def over_http(address: str, stream: int, tokens: int) -> Taken:
+async def over_http(address: str, stream: int, tokens: int, every: int = 1) -> Taken:
     reader = await connect(address)
-    taken = await reader.request(http_request(stream, tokens))
+    taken = await reader.request(http_request(stream, tokens, every))
     reader.close()
     return taken
 
@@ -156,8 +156,8 @@ async def run(arguments: argparse.Namespace) -> None:
         await asyncio.sleep(arguments.ramp * number / len(streams))
         stream = streams[number]
         if opened:
-            return await over_grpc(opened[number % len(opened)][1], stream, arguments.tokens)
-        return await over_http(arguments.address, stream, arguments.tokens)
+            return await over_grpc(opened[number % len(opened)][1], stream, arguments.tokens, arguments.every)
+        return await over_http(arguments.address, stream, arguments.tokens, arguments.every)
 
     gc.disable()  # it keeps everything that came
     everything = await asyncio.gather(*map(one, range(len(streams))))
@@ -183,6 +183,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=250)
     parser.add_argument("--first", type=int, default=0, help="the number of the first stream")
     parser.add_argument("--tokens", type=int, default=320, help="of each stream")
+    parser.add_argument("--every", type=int, default=1, help="worker's steps to a token of one stream")
     parser.add_argument("--ramp", type=float, default=1.0, help="seconds over which the streams begin")
     parser.add_argument("--connections", type=int, default=4, help="that gRPC's streams share")
     parser.add_argument("--out", type=Path, required=True)
