@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -23,8 +24,9 @@ PARAMS = SamplingParams(temperature=0, seed=0, max_tokens=8)
 
 
 @pytest.fixture
-def web(cluster: Cluster) -> httpx.Client:
-    return httpx.Client(base_url=cluster.topology.url, timeout=10)
+def web(cluster: Cluster) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=cluster.topology.url, timeout=10) as client:
+        yield client
 
 
 def dispatcher() -> Dispatcher:
