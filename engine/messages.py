@@ -86,6 +86,7 @@ class KvPath(NamedTuple):
     bytes: int = 0
     transfers: int = 0  # pulls that were delivered
     failures: Mapping[str, int] = MappingProxyType({})  # pulls that were not, by reason
+    start_seconds: float = 0.0  # that the transport's own library took at both ends, apart from the warm-up
 
     def __str__(self) -> str:
         """In words, as start-up lines and `pagewire ps` have it."""
@@ -93,6 +94,8 @@ class KvPath(NamedTuple):
             return f"KV from {self.owner} cannot be pulled: {self.fallback}"
         rate = f"{self.bytes_per_second / 1e9:.2f} GB/s" if self.bytes_per_second else "not measured"
         words = f"KV from {self.owner} by {self.transport}, {rate}, warm in {self.warm_seconds * 1e3:.0f} ms"
+        if self.start_seconds >= 0.01:
+            words += f" and {self.start_seconds:.1f} s for {self.transport} itself to start"
         return f"{words} ({self.fallback})" if self.fallback else words
 
 
@@ -304,6 +307,7 @@ class PairReply:
     layout: KvLayout
     transports: Sequence[TransportOffer] = ()
     probe_blocks: int = 0  # that ticket 0 stands for
+    start_seconds: float = 0.0  # that a library of the owner's took to start, because of this call
 
 
 @dataclass(frozen=True, slots=True)

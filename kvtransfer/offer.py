@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from engine.messages import Node, TransportOffer
 from kvtransfer.paths import BETWEEN_PROCESSES, Export, Import, NoPath
 from kvtransfer.startup import Engine
+from kvtransfer.ticket import layout_digest
+from kvtransfer.transports import nixl
+from kvtransfer.transports.cuda_ipc import CardCache, CudaIpcExport, CudaIpcImport
 from kvtransfer.transports.memfd import MemfdExport, MemfdImport
 from wire.worker import CannotStart
 
@@ -38,7 +41,7 @@ def owner_transports(transport: str, engine: Engine, node: Node) -> Transports:
     """`transport` is the flag. Raises CannotStart."""
     exports: list[Export] = []
     missing: dict[str, str] = {}
-    for kind in _wanted(transport):
+    for kind in _wanted(transport, engine.on_card):
         try:
             exports.append(_export(kind, engine, node))
         except NoPath as refusal:
@@ -50,7 +53,7 @@ def puller_transports(transport: str, engine: Engine, node: Node) -> Transports:
     """`transport` is the flag. Raises CannotStart."""
     imports: list[Import] = []
     missing: dict[str, str] = {}
-    for kind in _wanted(transport):
+    for kind in _wanted(transport, engine.on_card):
         try:
             imports.append(_import(kind, engine, node))
         except NoPath as refusal:
@@ -58,8 +61,11 @@ def puller_transports(transport: str, engine: Engine, node: Node) -> Transports:
     return Transports(_kinds(transport, imports), imports=imports, missing=missing)
 
 
-def _wanted(transport: str) -> list[str]:
-    return [kind for kind in BETWEEN_PROCESSES if kind != "grpc" and transport in ("auto", kind)]
+def _wanted(transport: str, on_card: bool) -> list[str]:
+    """`auto` does not look for what moves blocks of the other kind of memory: nobody would miss it."""
+    other = "memfd" if on_card else "cuda_ipc"
+    wanted = [kind for kind in BETWEEN_PROCESSES if kind not in ("grpc", other)] if transport == "auto" else [transport]
+    return [kind for kind in wanted if kind != "grpc"]
 
 
 def _kinds(transport: str, made: Sequence[Export | Import]) -> list[str]:
@@ -79,7 +85,18 @@ def _export(kind: str, engine: Engine, node: Node) -> Export:
         if engine.memory is None:
             raise NoPath("it moves blocks of the CPU's memory, and this worker's are not shared")
         return MemfdExport(node.incarnation, engine.layout, engine.memory)
+    if kind == "cuda_ipc":
+        return CudaIpcExport(node.incarnation, _card_cache(engine))
+    if kind == "nixl":
+        nixl.available()
+        return nixl.NixlExport(_agent(engine, node), layout_digest(engine.layout))
     raise NoPath("it is not built")
+
+
+def _agent(engine: Engine, node: Node) -> nixl.AgentOnDemand:
+    cache = engine.runner.cache
+    region = nixl.card_region(cache) if engine.on_card else nixl.cpu_region(cache)
+    return nixl.AgentOnDemand(node, engine.layout, region)
 
 
 def _import(kind: str, engine: Engine, node: Node) -> Import:
@@ -88,4 +105,15 @@ def _import(kind: str, engine: Engine, node: Node) -> Import:
         if engine.on_card:
             raise NoPath("it moves blocks of the CPU's memory, and this worker's are on a card")
         return MemfdImport(engine.layout)
+    if kind == "nixl":
+        nixl.available()
+        return nixl.NixlImport(_agent(engine, node), layout_digest(engine.layout))
+    if kind == "cuda_ipc":
+        return CudaIpcImport(_card_cache(engine))
     raise NoPath("it is not built")
+
+
+def _card_cache(engine: Engine) -> CardCache:
+    if engine.ahead is None:
+        raise NoPath("it moves blocks of a card's memory, and this worker's are in the CPU's")
+    return engine.ahead.cache

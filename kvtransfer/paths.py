@@ -1,10 +1,11 @@
 """What a transport is, which goes before which, and what a puller knows of a path that it has proved.
 
 How one plugs in. A one-sided transport is a module kvtransfer/transports/KIND.py with two classes. The owner's is an
-Export: `offer` is sent to each puller once, in the answer to its Pair call. The puller's is an Import: `connect` turns
-that offer into a Source, which can copy blocks by id. KIND stands in BEST_FIRST and ONE_SIDED below, and offer.py makes
-both where the engine's memory suits. All else is here already: pairing, the probe that proves and measures a path,
-falling back, digests compared, the owner asked after each copy, blocks that drain until `copy` has returned.
+Export: its `offer` is sent once to each puller that tries this path, in the answer to its Pair call. The puller's is an
+Import: `connect` turns that offer into a Source, which can copy blocks by id. KIND stands in BEST_FIRST and ONE_SIDED
+below, and offer.py makes both where the engine's memory suits. All else is here already: pairing, the probe that proves
+and measures a path, falling back, digests compared, the owner asked after each copy, blocks that drain until `copy` has
+returned.
 """
 
 from __future__ import annotations
@@ -60,8 +61,15 @@ class Export(Protocol):
     def start(self) -> None:
         """Once, on the loop, before anybody pairs."""
 
-    def offer(self) -> bytes:
-        """What a puller needs to connect, besides the incarnation; may be empty."""
+    async def offer(self) -> bytes:
+        """What a puller needs to connect, besides the incarnation; may be empty. Asked for by pullers that want this
+        path. Raises NoPath."""
+
+    def opened(self) -> None:
+        """A pull by this path begins."""
+
+    def closed(self) -> None:
+        """A pull by this path is over, and no copy of it is under way."""
 
     async def close(self) -> None: ...
 
@@ -70,6 +78,7 @@ class Source(Protocol):
     """One owner's blocks, within reach of this process."""
 
     num_blocks: int
+    slice_bytes: int  # of one `copy`: what a pull that is over waits for
     operations: int  # copies that were posted: at most one per block, and two per pull
 
     @property
@@ -83,14 +92,20 @@ class Source(Protocol):
         allowed, returning while a copy may still write is not: the blocks of a pull that is over wait for it.
         """
 
+    def abort(self) -> None:
+        """The process ends: `copy` raises soon, whatever its bytes may do."""
+
     def close(self) -> None:
-        """No copy is under way, and none will be."""
+        """No copy is under way, and none will be. On the source's thread."""
 
 
 class Import(Protocol):
     """The puller's half of one transport."""
 
     kind: str
+
+    async def prepare(self) -> float:
+        """What starts once per process, whoever the owner is. Returns the seconds it took. Raises NoPath."""
 
     async def connect(self, owner: Node, offer: bytes) -> Source:
         """Once per incarnation. Raises NoPath."""
@@ -107,6 +122,7 @@ class Route:
     bytes_per_second: float = 0.0
     fallback: str = ""  # why not by a better way
     warm_seconds: float = 0.0
+    start_seconds: float = 0.0
     thread: ThreadPoolExecutor | None = None  # the source's own: one owner that hangs holds up nobody else
     met_at: float = 0.0
     ended: bool = False  # no copy may begin

@@ -121,6 +121,12 @@ class Peers:
             task.add_done_callback(lambda _: self._pairing.pop(owner.incarnation, None))
         return _checked(await asyncio.shield(self._pairing[owner.incarnation]))
 
+    def abort(self) -> None:
+        """The process ends: copies under way end soon."""
+        for _, route in self._routes.values():
+            if route.source is not None:
+                route.source.abort()
+
     async def close(self) -> None:
         """After the last pull has ended."""
         await cancel_all(self._background)
@@ -151,23 +157,43 @@ class Peers:
 
     async def _pair(self, owner: Node) -> Route:
         began = time.monotonic()
-        reply = await self._ask(owner)
-        if owner.incarnation in self._routes:
-            before = self._routes[owner.incarnation][1]
-            self._forget(owner.incarnation)
-        else:
-            before = None
-        route = await self._choose(owner, reply)
+        before = self._routes.get(owner.incarnation)
+        route = await self._choose(owner)
         if before is not None:  # its counts go on
-            route.bytes, route.transfers, route.failures = before.bytes, before.transfers, before.failures
+            old = before[1]
+            route.bytes, route.transfers, route.failures = old.bytes, old.transfers, old.failures
         route.met_at = time.monotonic()
-        route.warm_seconds = route.met_at - began
+        route.warm_seconds = route.met_at - began - route.start_seconds
         self._keep(owner, route)
         return route
 
-    async def _ask(self, owner: Node) -> PairReply:
-        offers = [TransportOffer(kind) for kind in (*self._imports, "grpc") if self._only in ("", kind)]
-        request = PairRequest(owner.incarnation, self._node, self._cache.layout, offers)
+    async def _choose(self, owner: Node) -> Route:
+        """The best path that proves itself; a route without a transport says why there is none."""
+        refused: list[str] = []
+        started = 0.0
+        for kind in BETWEEN_PROCESSES:
+            if self._only not in ("", kind):
+                continue
+            if kind != "grpc" and kind not in self._imports:
+                if kind in self._missing:
+                    refused.append(f"{kind}: {self._missing[kind]}")
+                continue
+            reply = await self._ask(owner, kind)
+            started += reply.start_seconds
+            if different := mismatch(self._cache.layout, reply.layout):
+                return Route("", None, fallback="; ".join(different))
+            try:
+                route = await self._try(owner, kind, reply)
+            except NoPath as refusal:
+                refused.append(f"{kind}: {refusal}")
+                continue
+            route.fallback = "; ".join(refused)
+            route.start_seconds += started
+            return route
+        return Route("", None, fallback="; ".join(refused) or f"{self._only} is not offered here")
+
+    async def _ask(self, owner: Node, kind: str) -> PairReply:
+        request = PairRequest(owner.incarnation, self._node, self._cache.layout, [TransportOffer(kind)])
         try:
             channel = self.channels.take(owner.address, self)
         except OSError as error:  # its certificates cannot be read at the moment
@@ -182,43 +208,25 @@ class Peers:
         finally:
             self.channels.give(owner.address, self)
 
-    async def _choose(self, owner: Node, reply: PairReply) -> Route:
-        """The best path that proves itself; a route without a transport says why there is none."""
-        if different := mismatch(self._cache.layout, reply.layout):
-            return Route("", None, fallback="; ".join(different))
-        theirs = {offer.kind: offer.metadata for offer in reply.transports}
-        refused: list[str] = []
-        for kind in BETWEEN_PROCESSES:
-            if self._only not in ("", kind):
-                continue
-            try:
-                route = await self._try(owner, kind, theirs, reply.probe_blocks)
-            except NoPath as refusal:
-                if str(refusal):
-                    refused.append(f"{kind}: {refusal}")
-                continue
-            route.fallback = "; ".join(refused)
-            return route
-        return Route("", None, fallback="; ".join(refused) or "both ends offer no path that the other has")
-
-    async def _try(self, owner: Node, kind: str, theirs: Mapping[str, bytes], offered: int) -> Route:
-        if kind != "grpc" and kind not in self._imports:
-            raise NoPath(self._missing.get(kind, "not offered here" if self._only else ""))
-        if kind not in theirs:
+    async def _try(self, owner: Node, kind: str, reply: PairReply) -> Route:
+        """This path, proved and measured. Raises NoPath."""
+        offer = next((offer.metadata for offer in reply.transports if offer.kind == kind), None)
+        if offer is None:
             raise NoPath("not offered by its owner")
-        source = None if kind == "grpc" else await self._imports[kind].connect(owner, theirs[kind])
-        route = Route(kind, source, thread=ThreadPoolExecutor(1, f"copies-{kind}") if source else None)
+        route = Route(kind, None)
+        if kind != "grpc":
+            route.start_seconds = await self._imports[kind].prepare()
+            route.source = await self._imports[kind].connect(owner, offer)
+            route.thread = ThreadPoolExecutor(1, f"copies-{kind}")
         try:
             async with self._probing:
-                await self._prove(owner, route, offered)
+                await self._prove(owner, route, reply.probe_blocks)
+            if route.bytes_per_second < self._floor:
+                rate, floor = route.bytes_per_second / GB, self._floor / GB
+                raise NoPath(f"{rate:.2f} GB/s, and --min-transfer-gbps asks for {floor:g}")
         except BaseException:
             self._end(route)
             raise
-        if route.bytes_per_second < self._floor:
-            self._end(route)
-            raise NoPath(
-                f"{route.bytes_per_second / GB:.2f} GB/s, and --min-transfer-gbps asks for {self._floor / GB:g}"
-            )
         return route
 
     async def _prove(self, owner: Node, route: Route, offered: int) -> None:
@@ -258,11 +266,11 @@ class Peers:
         return probe.seconds
 
     def _keep(self, owner: Node, route: Route) -> None:
+        for incarnation, (address, _) in list(self._routes.items()):
+            if address == owner.address:  # the route before this one, or the process before this one
+                self._forget(incarnation)
         while len(self._routes) >= MAX_PEERS:
             self._forget(next(iter(self._routes)))
-        for incarnation, (address, _) in list(self._routes.items()):
-            if address == owner.address and incarnation != owner.incarnation:  # the process before this one
-                self._forget(incarnation)
         self._routes[owner.incarnation] = (owner.address, route)
         self.paired += 1
         log.info(
@@ -271,6 +279,7 @@ class Peers:
             path=route.transport or "none",
             gb_per_second=round(route.bytes_per_second / GB, 3),
             warm_ms=round(route.warm_seconds * 1e3, 1),
+            start_ms=round(route.start_seconds * 1e3, 1),
             fallback=route.fallback,
         )
         self._say(str(_shown(owner.address, route)))
@@ -288,6 +297,7 @@ def _shown(address: str, route: Route) -> KvPath:
         route.bytes,
         route.transfers,
         dict(route.failures),
+        route.start_seconds,
     )
 
 
@@ -308,6 +318,8 @@ def _checked(route: Route) -> Route:
 
 
 async def _close(source: Source, thread: ThreadPoolExecutor | None) -> None:
-    if thread is not None:
-        await asyncio.get_running_loop().run_in_executor(None, thread.shutdown)
-    source.close()
+    if thread is None:
+        return
+    closing = asyncio.wrap_future(thread.submit(source.close))
+    thread.shutdown(wait=False)
+    await closing

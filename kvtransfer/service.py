@@ -56,7 +56,6 @@ from wire.tasks import cancel_all
 log = get_logger("kvtransfer")
 
 FLUSH_S = SILENCE_S  # how long a stream that we closed may take to send what was queued before
-SLICE_BYTES = 16 << 20  # of one trip to the copying thread: what a pull that is over waits for
 
 Apply = Callable[[list[Action]], None]
 
@@ -140,6 +139,7 @@ class _Serving:
     def __init__(self) -> None:
         self.outbound: Outbound[ToPuller | SendBlock] = Outbound()
         self.core: PullOwner | None = None
+        self.export: Export | None = None  # of the path by which it comes, if that is not the stream
 
 
 class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
@@ -203,12 +203,24 @@ class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
             log.warning("pair_of_another_layout", puller=asked.puller.address or asked.puller.name, fields=different)
             return pair_reply_to_pb(PairReply(self._node, layout))
         self.paired += 1
-        offers = [
-            TransportOffer(kind, self._exports[kind].offer() if kind in self._exports else b"")
-            for kind in self._transports
-        ]
+        began = time.monotonic()
+        offers = await self._offers({offer.kind for offer in asked.transports})
         probes = 0 if self._probe is None else len(self._probe.handles)
-        return pair_reply_to_pb(PairReply(self._node, layout, offers, probes))
+        return pair_reply_to_pb(PairReply(self._node, layout, offers, probes, time.monotonic() - began))
+
+    async def _offers(self, wanted: set[str]) -> list[TransportOffer]:
+        offers = []
+        for kind in self._transports:
+            metadata = b""
+            if kind in wanted and kind in self._exports:
+                try:
+                    metadata = await self._exports[kind].offer()
+                except NoPath as refusal:
+                    self.refused[f"{kind}: {refusal}"] += 1
+                    log.warning("path_not_offered", path=kind, reason=str(refusal))
+                    continue
+            offers.append(TransportOffer(kind, metadata))
+        return offers
 
     async def Pull(self, request_iterator: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
         self._last_pull += 1
@@ -232,6 +244,8 @@ class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
         finally:
             outbound.close()
             del self._streams[pull]
+            if serving.export is not None:
+                serving.export.closed()
             if serving.core is not None:
                 self._act(serving.core, serving.core.pull_closed(pull, time.monotonic()))
             if watch.silent:
@@ -246,6 +260,9 @@ class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
                 said = pull_request_from_pb(message)
                 if serving.core is None:
                     serving.core = self._core_for(said)
+                    serving.export = self._exports.get(said.transport) if isinstance(said, PullOpen) else None
+                    if serving.export is not None:
+                        serving.export.opened()
                 self._act(serving.core, serving.core.pull_message(pull, said, time.monotonic()))
         except UNREADABLE as error:
             log.warning("pull_invalid_message", pull=pull, error=str(error))
@@ -426,7 +443,7 @@ class PullClients:
         source = route.source
         running: tuple[list[Copy], asyncio.Future[list[int]]] | None = None
         while running is not None or stream.copies:
-            copies = self._slice(pull, stream)
+            copies = self._slice(pull, stream, source.slice_bytes)
             started = (copies, loop.run_in_executor(route.thread, source.copy, self._cache, copies)) if copies else None
             if running is not None:
                 await self._copied(pull, stream, route, *running)
@@ -450,9 +467,9 @@ class PullClients:
         self.bytes_copied += moved
         route.bytes += moved
 
-    def _slice(self, pull: int, stream: _Stream) -> list[Copy]:
-        """The next blocks that may still be written; an id that the owner's memory has not fails the pull."""
-        most = max(1, SLICE_BYTES // self._cache.layout.block_bytes)
+    def _slice(self, pull: int, stream: _Stream, size: int) -> list[Copy]:
+        """The next blocks, of `size` bytes, that may still be written; an id that is not the owner's fails the pull."""
+        most = max(1, size // self._cache.layout.block_bytes)
         copies: list[Copy] = []
         while stream.copies and len(copies) < most:
             handle = stream.copies.popleft()

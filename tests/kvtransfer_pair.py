@@ -22,6 +22,8 @@ from kvtransfer.paths import Export, Import
 from kvtransfer.peers import Peers
 from kvtransfer.probe import ProbeOwner, fill
 from kvtransfer.service import KvTransferService, PullClients
+from kvtransfer.ticket import layout_digest
+from kvtransfer.transports import nixl
 from kvtransfer.transports.memfd import MemfdExport, MemfdImport
 from protos import worker_pb2_grpc
 from wire.channel import open_channel, open_server
@@ -119,12 +121,18 @@ class Pair(PullSide):
         self.server.add_insecure_port(f"127.0.0.1:{port}")
 
     def export(self, kind: str) -> Export:
-        assert kind == "memfd"
+        if kind == "nixl":
+            agent = nixl.AgentOnDemand(self.node, self.owner.cache.layout, nixl.cpu_region(self.owner.cache))
+            return nixl.NixlExport(agent, layout_digest(self.owner.cache.layout))
         return MemfdExport(self.node.incarnation, self.owner.cache.layout, self.memory)
 
     def import_(self, kind: str, puller: Puller) -> Import:
-        assert kind == "memfd"
-        return MemfdImport(puller.cache.layout)
+        cache = puller.cache
+        if kind == "nixl":
+            node = Node("decode-0", self.node.incarnation ^ 1, "")
+            agent = nixl.AgentOnDemand(node, cache.layout, nixl.cpu_region(cache))
+            return nixl.NixlImport(agent, layout_digest(cache.layout))
+        return MemfdImport(cache.layout)
 
     async def start_server(self) -> None:
         for export in self.exports:

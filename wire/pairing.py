@@ -63,12 +63,17 @@ def pair_reply_to_pb(reply: m.PairReply) -> wpb.PairReply:
         layout=layout_to_pb(reply.layout),
         transports=_offers_to_pb(reply.transports),
         probe_blocks=reply.probe_blocks,
+        start_seconds=reply.start_seconds,
     )
 
 
 def pair_reply_from_pb(pb: wpb.PairReply) -> m.PairReply:
     return m.PairReply(
-        node_from_pb(pb.owner), layout_from_pb(pb.layout), _offers_from_pb(pb.transports), pb.probe_blocks
+        node_from_pb(pb.owner),
+        layout_from_pb(pb.layout),
+        _offers_from_pb(pb.transports),
+        pb.probe_blocks,
+        _number(pb.start_seconds),
     )
 
 
@@ -89,12 +94,17 @@ def paths_from_pb(pb: Any) -> tuple[m.KvPath, ...]:
         m.KvPath(
             each.owner,
             each.transport,
-            each.bytes_per_second if math.isfinite(each.bytes_per_second) else 0.0,
-            each.warm_seconds if math.isfinite(each.warm_seconds) else 0.0,
+            _number(each.bytes_per_second),
+            _number(each.warm_seconds),
             each.fallback,
             each.bytes,
             each.transfers,
             dict(each.failures),
+            _number(each.start_seconds),
         )
         for each in pb[:MAX_PEERS]
     )
+
+
+def _number(value: float) -> float:
+    return value if math.isfinite(value) else 0.0

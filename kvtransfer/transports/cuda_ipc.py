@@ -197,6 +197,9 @@ class CudaIpcImport:
         self._cache = cache
         self.refused: Counter[str] = Counter()
 
+    async def prepare(self) -> float:
+        return 0.0
+
     async def connect(self, owner: Node, offer: bytes) -> CudaIpcSource:
         try:
             greeting, peer = await _greeted(owner.incarnation)

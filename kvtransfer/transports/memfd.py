@@ -32,6 +32,7 @@ _MAGIC = b"pagewire"
 _PEER = struct.Struct("iII")  # pid, uid, gid
 HANDSHAKE_S = 1.0
 MAX_PEERS = 64  # processes that hold one pool
+SLICE_BYTES = 16 << 20
 
 
 def _address(incarnation: int) -> str:
@@ -68,8 +69,14 @@ class MemfdExport:
         listener.listen(MAX_PEERS)
         self._accepting = asyncio.create_task(self._accept(listener))
 
-    def offer(self) -> bytes:
+    async def offer(self) -> bytes:
         return b""  # the incarnation names the socket
+
+    def opened(self) -> None:
+        pass  # nothing is asked of the owner
+
+    def closed(self) -> None:
+        pass
 
     async def close(self) -> None:
         await cancel_all([task for task in (self._accepting, *self._peers) if task is not None])
@@ -103,6 +110,8 @@ class MemfdExport:
 class MemfdSource:
     """One owner's blocks, mapped read-only. Unmapped when nobody refers to it any more."""
 
+    slice_bytes = SLICE_BYTES
+
     def __init__(self, descriptor: int, size: int, block_bytes: int) -> None:
         self._data = np.frombuffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ), np.uint8)
         self._block_bytes = block_bytes
@@ -113,7 +122,8 @@ class MemfdSource:
 
     def watch(self, peer: socket.socket) -> None:
         """Until the owner is gone: its memory stays readable, and nobody should read it."""
-        self._watching = asyncio.create_task(self._watch(peer))
+        self._loop = asyncio.get_running_loop()
+        self._watching = self._loop.create_task(self._watch(peer))
 
     async def _watch(self, peer: socket.socket) -> None:
         with peer:
@@ -130,9 +140,12 @@ class MemfdSource:
             digests.append(0 if each.tokens is None else kv_digest(destination, each.position, each.tokens))
         return digests
 
+    def abort(self) -> None:
+        pass  # a memcpy ends by itself
+
     def close(self) -> None:
         if self._watching is not None:
-            self._watching.cancel()
+            self._loop.call_soon_threadsafe(self._watching.cancel)
 
 
 class MemfdImport:
@@ -143,6 +156,9 @@ class MemfdImport:
     def __init__(self, layout: KvLayout) -> None:
         self._layout = layout
         self.refused: Counter[str] = Counter()
+
+    async def prepare(self) -> float:
+        return 0.0
 
     async def connect(self, owner: Node, offer: bytes) -> MemfdSource:
         try:

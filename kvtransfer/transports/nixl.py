@@ -1,0 +1,311 @@
+"""Blocks out of the owner's memory by NIXL: RDMA or TCP between hosts, shared memory or CMA on one.
+
+Each worker has one agent, made when a pair first needs it, with its whole pool registered: the CPU's memory or a
+card's, by the same code. An owner's offer is its agent's metadata and where the pool lies; a puller loads it once per
+incarnation and then names blocks by id: one READ per slice of a pull, one descriptor per block. A transfer is waited
+for on the source's own thread, in short sleeps, until it is terminal. NIXL is an extra, and only this file imports it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import logging
+import os
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine.messages import KvLayout, Node
+from kvtransfer.paths import Cache, Copy, CopyFailed, NoPath
+
+_OFFER = struct.Struct("<8sQQQ32s")  # magic, address of block 0, device, blocks, layout
+_MAGIC = b"pagenixl"
+_PACKAGES = ("nixl_cu13", "nixl_cu12")  # either will do where no card is used
+POLL_S = (0.00005, 0.0005)  # the first wait for a transfer, doubled until the longest
+SLICE_BYTES = 32 << 20  # of one READ
+ANSWER_S = (0.0005, 0.01)  # how often an owner looks whether it is asked for something: while it is pulled from, else
+PATIENCE_S = 10.0  # after which a transfer is asked to end, and its owner is given up
+HINT = "pip install 'pagewire[nixl]'"
+
+
+class Region(NamedTuple):
+    """Where a pool's blocks lie, one behind the other."""
+
+    address: int
+    num_blocks: int
+    kind: str  # NIXL's word: DRAM or VRAM
+    device: int = 0
+
+
+def cpu_region(cache: Cache) -> Region:
+    return Region(np.frombuffer(cache.block_bytes(0), np.uint8).ctypes.data, cache.num_blocks, "DRAM")
+
+
+def card_region(cache: Any) -> Region:
+    """Of a cache whose `data` is a tensor on a card."""
+    return Region(cache.data.data_ptr(), cache.num_blocks, "VRAM", cache.data.device.index or 0)
+
+
+class Agent:
+    """One NIXL agent with one region. `started_seconds`: what NIXL took, which is not part of any pair's warm-up.
+
+    Raises NoPath if the package is missing or cannot start. Blocking; nothing of it may run on the loop. It has no
+    progress thread of NIXL's, which would keep a core busy: whoever waits for something calls `progress`.
+    """
+
+    def __init__(self, name: str, layout: KvLayout, region: Region) -> None:
+        began = time.monotonic()
+        api, sync = _load()
+        try:
+            config = api.nixl_agent_config(False, backends=["UCX"], sync_mode=sync.NIXL_THREAD_SYNC_STRICT)
+            self.nixl = api.nixl_agent(name, config)
+            if "UCX" not in self.nixl.backends:
+                raise NoPath("this NIXL has no UCX")
+            size = region.num_blocks * layout.block_bytes
+            self._registered = self.nixl.register_memory([(region.address, size, region.device, "")], region.kind)
+        except NoPath:
+            raise
+        except Exception as error:  # the library's exceptions have no common base
+            raise NoPath(f"NIXL does not start: {_words(error)}") from error
+        self.name = name
+        self.region = region
+        self.block_bytes = layout.block_bytes
+        self.here = self.blocks("NIXL_INIT_AGENT", region)
+        self.started_seconds = time.monotonic() - began
+
+    def blocks(self, agent: str, region: Region) -> Any:
+        """A prepared list with one descriptor per block of `region`, at this agent ("NIXL_INIT_AGENT") or another."""
+        whole = [[region.address, self.block_bytes, region.device, self.block_bytes, region.num_blocks]]
+        return self.nixl.prep_xfer_dlist(agent, np.array(whole, np.uint64), region.kind)
+
+    def progress(self) -> None:
+        self.nixl.get_new_notifs()
+
+    def close(self) -> None:
+        self.nixl.release_dlist_handle(self.here)
+        self.nixl.deregister_memory(self._registered)
+
+
+class AgentOnDemand:
+    """This process's agent, started by whoever needs it first."""
+
+    def __init__(self, node: Node, layout: KvLayout, region: Region) -> None:
+        self._arguments = (agent_name(node), layout, region)
+        self._starting: asyncio.Future[Agent] | None = None
+        self.agent: Agent | None = None
+
+    async def get(self) -> Agent:
+        """Raises NoPath."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(asyncio.to_thread(Agent, *self._arguments))
+        self.agent = await asyncio.shield(self._starting)
+        return self.agent
+
+    async def close(self) -> None:
+        if self._starting is not None:
+            with contextlib.suppress(NoPath):
+                await asyncio.to_thread((await self._starting).close)
+
+
+def available() -> None:
+    """Raises NoPath where the package is not there. Loads nothing."""
+    if not any(importlib.util.find_spec(package) for package in _PACKAGES):
+        raise NoPath(f"it is not installed; {HINT}")
+
+
+def _load() -> tuple[Any, Any]:
+    """The Python API of whichever NIXL package is there, and quiet: users read our lines, not the library's."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # read when the library loads
+    os.environ.setdefault("UCX_LOG_LEVEL", "FATAL")
+    reason = "it is not installed"
+    for package in ("nixl", *_PACKAGES):
+        try:
+            api = importlib.import_module(f"{package}._api")
+        except ModuleNotFoundError as error:
+            if error.name and not error.name.startswith("nixl"):
+                reason = f"it needs the Python package {error.name}"
+        except (ImportError, OSError) as error:
+            reason = f"it cannot be loaded: {_words(error)}"
+        else:
+            logging.getLogger("nixl").setLevel(logging.CRITICAL)
+            return api, api.nixl_thread_sync_t
+    raise NoPath(f"{reason}; {HINT}")
+
+
+# ---- the owner of blocks ------------------------------------------------------------------------------------------
+
+
+class NixlExport:
+    """Answers on a thread of its own, which sleeps between looks: longer while nobody pulls."""
+
+    kind = "nixl"
+
+    def __init__(self, agent: AgentOnDemand, layout_digest: bytes) -> None:
+        self._agent = agent
+        self._layout = layout_digest
+        self._pulls = 0
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        pass  # the first puller that asks starts the agent
+
+    async def offer(self) -> bytes:
+        agent = await self._agent.get()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._answer, args=(agent,), name="nixl", daemon=True)
+            self._thread.start()
+        region = agent.region
+        head = _OFFER.pack(_MAGIC, region.address, region.device, region.num_blocks, self._layout)
+        metadata: bytes = await asyncio.to_thread(agent.nixl.get_agent_metadata)
+        return head + region.kind.encode() + metadata
+
+    def opened(self) -> None:
+        self._pulls += 1
+
+    def closed(self) -> None:
+        self._pulls -= 1
+
+    def _answer(self, agent: Agent) -> None:
+        while not self._ended.wait(ANSWER_S[0] if self._pulls else ANSWER_S[1]):
+            agent.progress()
+
+    async def close(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+        await self._agent.close()
+
+
+# ---- the puller ---------------------------------------------------------------------------------------------------
+
+
+class NixlSource:
+    """One owner's blocks. Its thread waits for each READ; any state but "still running" ends it."""
+
+    slice_bytes = SLICE_BYTES
+
+    def __init__(self, agent: Agent, owner: str, region: Region) -> None:
+        self._agent = agent
+        self._remote = agent.blocks(owner, region)
+        self._owner = owner
+        self._ending = threading.Event()
+        self.num_blocks = region.num_blocks
+        self.operations = 0
+        self.gone = False
+
+    def copy(self, cache: Cache, copies: Sequence[Copy]) -> list[int]:
+        nixl = self._agent.nixl
+        here = np.array([each.destination for each in copies], np.int32)
+        there = np.array([each.source for each in copies], np.int32)
+        self.operations += 1
+        try:
+            transfer = nixl.make_prepped_xfer("READ", self._agent.here, here, self._remote, there)
+            self._finish(transfer, nixl.transfer(transfer))
+        except CopyFailed:
+            self.gone = True
+            raise
+        except Exception as error:  # the library's exceptions have no common base
+            self.gone = True
+            raise CopyFailed(f"NIXL: {_words(error)}") from error
+        return [
+            0 if each.tokens is None else cache.digest(each.destination, each.position, each.tokens) for each in copies
+        ]
+
+    def _finish(self, transfer: Any, state: str) -> None:
+        """Waits until no byte can be written any more, however long it takes; then releases the handle."""
+        nixl, pause, give_up = self._agent.nixl, POLL_S[0], time.monotonic() + PATIENCE_S
+        reason = ""
+        while state == "PROC":
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_S[1])
+            state = nixl.check_xfer_state(transfer)
+            if state == "PROC" and (self._ending.is_set() or time.monotonic() > give_up):
+                reason = f"NIXL: no end after {PATIENCE_S:g} s"
+                if self._cancelled(transfer):
+                    raise CopyFailed(reason)
+                if self._ending.is_set():  # the process ends, and its memory with it
+                    raise CopyFailed(reason)
+                give_up, pause = time.monotonic() + PATIENCE_S, POLL_S[1]
+        nixl.release_xfer_handle(transfer)
+        if state != "DONE" or reason:
+            raise CopyFailed(reason or "NIXL: the transfer failed")
+
+    def _cancelled(self, transfer: Any) -> bool:
+        """NIXL ends the transfer if it can; the connection goes too, so that nothing under way finds its way."""
+        try:
+            self._agent.nixl.release_xfer_handle(transfer)
+            self._agent.nixl.remove_remote_agent(self._owner)
+        except Exception:  # it cannot be cancelled: it is waited for
+            return False
+        return True
+
+    def abort(self) -> None:
+        self._ending.set()
+
+    def close(self) -> None:
+        try:
+            self._agent.nixl.release_dlist_handle(self._remote)
+            self._agent.nixl.remove_remote_agent(self._owner)
+        except Exception as error:  # the owner may be gone, which is why this is closed
+            logging.getLogger("pagewire").debug("nixl close: %s", _words(error))
+
+
+class NixlImport:
+    kind = "nixl"
+
+    def __init__(self, agent: AgentOnDemand, layout_digest: bytes) -> None:
+        self._agent = agent
+        self._layout = layout_digest
+
+    async def prepare(self) -> float:
+        began = time.monotonic()
+        await self._agent.get()
+        return time.monotonic() - began
+
+    async def connect(self, owner: Node, offer: bytes) -> NixlSource:
+        return await asyncio.to_thread(self._connect, await self._agent.get(), owner, offer)
+
+    def _connect(self, agent: Agent, owner: Node, offer: bytes) -> NixlSource:
+        """Checks what was said before NIXL, which is not made for nonsense, gets the rest."""
+        if len(offer) < _OFFER.size + 4:
+            raise NoPath("an offer that is none")
+        magic, address, device, num_blocks, layout = _OFFER.unpack_from(offer)
+        kind = offer[_OFFER.size : _OFFER.size + 4]
+        if magic != _MAGIC or kind not in (b"DRAM", b"VRAM"):
+            raise NoPath("an offer that is none")
+        if layout != self._layout:
+            raise NoPath("another layout")
+        if not 0 < num_blocks < 2**31 or address + num_blocks * agent.block_bytes >= 2**64 or device >= 2**16:
+            raise NoPath(f"a pool of {num_blocks} blocks at {address:#x}")
+        nixl = agent.nixl
+        try:
+            name = nixl.add_remote_agent(offer[_OFFER.size + 4 :])
+            name = name.decode() if isinstance(name, bytes) else name
+            if name != agent_name(owner):
+                nixl.remove_remote_agent(name)
+                raise NoPath("another incarnation")
+            nixl.make_connection(name)
+            return NixlSource(agent, name, Region(address, num_blocks, kind.decode(), device))
+        except NoPath:
+            raise
+        except Exception as error:  # the library's exceptions have no common base
+            raise NoPath(f"NIXL: {_words(error)}") from error
+
+    async def close(self) -> None:
+        await self._agent.close()
+
+
+def agent_name(node: Node) -> str:
+    return f"pagewire-{node.incarnation:016x}"
+
+
+def _words(error: BaseException) -> str:
+    return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
