@@ -62,17 +62,17 @@ class Agent:
 
     def __init__(self, name: str, layout: KvLayout, region: Region) -> None:
         began = time.monotonic()
-        api, sync = _load()
+        api = _load()
+        self.errors = _errors(api)
+        strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # copying threads share the agent
         try:
-            config = api.nixl_agent_config(False, backends=["UCX"], sync_mode=sync.NIXL_THREAD_SYNC_STRICT)
+            config = api.nixl_agent_config(False, backends=["UCX"], sync_mode=strict)
             self.nixl = api.nixl_agent(name, config)
             if "UCX" not in self.nixl.backends:
                 raise NoPath("this NIXL has no UCX")
             size = region.num_blocks * layout.block_bytes
             self._registered = self.nixl.register_memory([(region.address, size, region.device, "")], region.kind)
-        except NoPath:
-            raise
-        except Exception as error:  # the library's exceptions have no common base
+        except self.errors as error:
             raise NoPath(f"NIXL does not start: {_words(error)}") from error
         self.name = name
         self.region = region
@@ -120,7 +120,13 @@ def available() -> None:
         raise NoPath(f"it is not installed; {HINT}")
 
 
-def _load() -> tuple[Any, Any]:
+def _errors(api: Any) -> tuple[type[Exception], ...]:
+    """What NIXL raises: its exceptions have no base of their own."""
+    named = [value for name, value in vars(api.nixlBind).items() if name.endswith("Error")]
+    return (*named, RuntimeError, ValueError, TypeError)
+
+
+def _load() -> Any:
     """The Python API of whichever NIXL package is there, and quiet: users read our lines, not the library's."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # read when the library loads
     os.environ.setdefault("UCX_LOG_LEVEL", "FATAL")
@@ -135,7 +141,7 @@ def _load() -> tuple[Any, Any]:
             reason = f"it cannot be loaded: {_words(error)}"
         else:
             logging.getLogger("nixl").setLevel(logging.CRITICAL)
-            return api, api.nixl_thread_sync_t
+            return api
     raise NoPath(f"{reason}; {HINT}")
 
 
@@ -212,7 +218,7 @@ class NixlSource:
         except CopyFailed:
             self.gone = True
             raise
-        except Exception as error:  # the library's exceptions have no common base
+        except self._agent.errors as error:
             self.gone = True
             raise CopyFailed(f"NIXL: {_words(error)}") from error
         return [
@@ -243,7 +249,7 @@ class NixlSource:
         try:
             self._agent.nixl.release_xfer_handle(transfer)
             self._agent.nixl.remove_remote_agent(self._owner)
-        except Exception:  # it cannot be cancelled: it is waited for
+        except self._agent.errors:  # it cannot be cancelled: it is waited for
             return False
         return True
 
@@ -251,11 +257,9 @@ class NixlSource:
         self._ending.set()
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(*self._agent.errors):  # the owner may be gone, which is why this is closed
             self._agent.nixl.release_dlist_handle(self._remote)
             self._agent.nixl.remove_remote_agent(self._owner)
-        except Exception as error:  # the owner may be gone, which is why this is closed
-            logging.getLogger("pagewire").debug("nixl close: %s", _words(error))
 
 
 class NixlImport:
@@ -294,9 +298,7 @@ class NixlImport:
                 raise NoPath("another incarnation")
             nixl.make_connection(name)
             return NixlSource(agent, name, Region(address, num_blocks, kind.decode(), device))
-        except NoPath:
-            raise
-        except Exception as error:  # the library's exceptions have no common base
+        except agent.errors as error:
             raise NoPath(f"NIXL: {_words(error)}") from error
 
     async def close(self) -> None:
