@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PROMPT_TEXT := $(value PROMPT)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-page lint format kernels protos install clean
+.PHONY: help demo serve test test-page test-load lint format kernels protos install clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make serve   install, start them and keep them up"
 	@echo "make test    unit, property and short end-to-end tests on the CPU"
 	@echo "make test-page    the page of the HTTP port in headless Chromium"
+	@echo "make test-load    guidellm, aiperf, Locust and MLPerf LoadGen against a router and its workers"
 	@echo "make lint    ruff, mypy and buf"
 	@echo "make format  ruff's formatter and import order, in place"
 	@echo "make protos  generate the protobuf modules again after an edit"
@@ -51,6 +52,9 @@ test-page: $(STAMP)/dev
 	@test -x /usr/bin/chromium || $(APT) chromium || { echo "$(NO_APT) chromium"; exit 1; }
 	@$(PIP) install --quiet --constraint requirements.lock playwright
 	$(BIN)/python -m pytest tests/page_in_chromium.py
+
+test-load: $(STAMP)/load $(STAMP)/guidellm $(STAMP)/aiperf
+	$(BIN)/python -m pytest tests/load_tools.py
 
 lint: $(STAMP)/dev
 	$(BIN)/ruff check .
@@ -106,4 +110,18 @@ $(STAMP)/model: $(STAMP)/project
 $(STAMP)/dev: $(STAMP)/project
 	@echo "[dev] test and lint tools"
 	@$(PIP) install --quiet --constraint requirements.lock --editable '.[dev]'
+	@touch $@
+
+$(STAMP)/load: $(STAMP)/dev
+	@echo "[load] Locust and MLPerf LoadGen"
+	@$(PIP) install --quiet --constraint requirements.lock --editable '.[dev,load]'
+	@touch $@
+
+# Load tools whose versions of other packages differ from ours: each has an environment of its own, on top of ours.
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+$(STAMP)/guidellm $(STAMP)/aiperf: $(STAMP)/%: $(STAMP)/project tests/load/%.txt
+	@echo "[load] $*"
+	@$(BIN)/python -m venv --clear $(VENV)/$*
+	@$(BIN)/python $(PURELIB) > $$($(VENV)/$*/bin/python $(PURELIB))/pagewire.pth
+	@$(VENV)/$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement tests/load/$*.txt
 	@touch $@
