@@ -21,7 +21,6 @@ Errors are raised as RequestError wherever they are found; border.py gives them 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import defaultdict
 from importlib import metadata
@@ -33,14 +32,13 @@ from protos import generation_pb2_grpc
 from router.answer import Piece
 from router.front import Front
 from router.generation import AT_ONCE, Generation, joined
+from router.patience import Patience, TooSlow
 from router.status import RequestError
 from router.validate import check_chunking, check_detokenize, check_generate, check_tokenize
 from router.workers import Role, Worker
 from wire.channel import write
 from wire.codec import logprob_to_pb, to_duration
 from wire.pairing import paths_to_pb
-
-MOST_WRITE_S = 60.0  # the dispatcher ends a request whose client lags much sooner; this ends the call itself
 
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
@@ -74,17 +72,21 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         generation = await self._begin(request.request, context)
         started = False
         try:
-            while not generation.over:
-                pieces = await generation.pieces(chunking if started else AT_ONCE)
-                if generation.begun and not started:
-                    started = True
-                    await _write(context, generation.event(started=generation.started()))
-                for index, piece in pieces:
-                    if generation.shows(piece):
-                        await _write(context, generation.event(delta=generation.choice(index, piece)))
-                    generation.consumed(index)
-            finished = gpb.GenerateStreamResponse.Finished(usage=generation.usage(), timing=generation.timing())
-            await _write(context, generation.event(finished=finished))
+            async with Patience() as patience:
+                while not generation.over:
+                    pieces = await generation.pieces(chunking if started else AT_ONCE)
+                    if generation.begun and not started:
+                        started = True
+                        await patience.during(write(context, generation.event(started=generation.started())))
+                    for index, piece in pieces:
+                        if generation.shows(piece):
+                            delta = generation.choice(index, piece)
+                            await patience.during(write(context, generation.event(delta=delta)))
+                        generation.consumed(index)
+                finished = gpb.GenerateStreamResponse.Finished(usage=generation.usage(), timing=generation.timing())
+                await patience.during(write(context, generation.event(finished=finished)))
+        except TooSlow as error:
+            raise RequestError("RESOURCE_EXHAUSTED", f"slow consumer: {error}") from error
         finally:
             generation.close()
 
@@ -127,17 +129,6 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             decode_workers=len(workers.eligible(Role.DECODE)),
             workers=map(_worker_status, workers.all()),
         )
-
-
-async def _write(context: grpc.aio.ServicerContext, message: gpb.GenerateStreamResponse) -> None:
-    """Sends a message; returns when the transport has taken it, which a client that does not read prevents."""
-    try:
-        async with asyncio.timeout(MOST_WRITE_S):
-            await write(context, message)
-    except TimeoutError as error:
-        raise RequestError(
-            "RESOURCE_EXHAUSTED", f"slow consumer: the client has read nothing for {MOST_WRITE_S:g} s"
-        ) from error
 
 
 def _worker_status(worker: Worker) -> gpb.WorkerStatus:

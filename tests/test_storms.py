@@ -140,7 +140,11 @@ async def test_readers_that_never_read_slow_nobody_down_and_are_ended(small_clus
         requests = [request_for(2 * number, 30, 60, VOCAB) for number in range(8)]
         alone = await asyncio.gather(*(timed(channel, request) for request in requests))
         before = memory(cluster)
-        stalled = [open_stream(lazy, request_for(100 + number, 40, 2000, VOCAB)) for number in range(30)]
+        stalled = []
+        for number in range(30):
+            request = request_for(100 + number, 40, 2000, VOCAB)
+            request.request.output.logprobs = 20  # which fill the window soon, however many tokens a message has
+            stalled.append(open_stream(lazy, request))
         for call in stalled:
             await call.read()
         await asyncio.sleep(3.0)  # each in its turn, until its window is used up

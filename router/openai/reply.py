@@ -22,18 +22,14 @@ from router.front import Front
 from router.generation import AT_ONCE, Generation, joined
 from router.openai.errors import encoded, error_body
 from router.openai.shapes import Shape, usage
+from router.patience import Patience
 from router.status import RequestError
 from router.text.model import TextModel
 from router.validate import CheckedRequest
 
-MOST_SEND_S = 60.0  # the dispatcher ends a request whose client lags much sooner; this ends the call itself
 DONE = b"data: [DONE]\n\n"
 
 Pieces = Sequence[tuple[int, Piece]]
-
-
-class TooSlow(Exception):
-    """The client has read nothing for MOST_SEND_S."""
 
 
 class Reply(Response):
@@ -78,9 +74,10 @@ class Reply(Response):
                 if error.reason == "TOOLONG":
                     error.field = "max_tokens" if "max_tokens" in error.facts else self._shape.prompt_field
                 raise
-        await self._send_answer(send)
+        async with Patience() as patience:
+            await self._send_answer(send, patience)
 
-    async def _send_answer(self, send: Send) -> None:
+    async def _send_answer(self, send: Send, patience: Patience) -> None:
         """The whole answer at once."""
         parts: dict[tuple[int, int], list[Piece]] = defaultdict(list)
         async with aclosing(self._pieces()) as news:
@@ -98,7 +95,7 @@ class Reply(Response):
             self._shape.prompt(answer, self._generations[0])
         answer["usage"] = usage(self._generations)
         await self._start(send, "application/json")
-        await _send(send, encoded(answer), more=False)
+        await patience.during(_send(send, encoded(answer), more=False))
 
     async def _start(self, send: Send, content_type: str) -> None:
         headers = [(b"content-type", content_type.encode()), (b"x-request-id", self._request_id.encode("latin-1"))]
@@ -153,7 +150,7 @@ class Stream(Reply):
         self._before = b"data: " + encoded(self._head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
-    async def _send_answer(self, send: Send) -> None:
+    async def _send_answer(self, send: Send, patience: Patience) -> None:
         started = False
         try:
             async with aclosing(self._pieces()) as news:
@@ -162,16 +159,16 @@ class Stream(Reply):
                         if not started:
                             started = True
                             await self._start(send, "text/event-stream; charset=utf-8")
-                        await _send(send, data)
+                        await patience.during(_send(send, data))
                     for index, _ in pieces:
                         self._generations[number].consumed(index)
-        except (RequestError, TooSlow) as error:
-            if not started or isinstance(error, TooSlow):
+        except RequestError as error:
+            if not started:
                 raise
-            await _send(send, _event(error_body(error)) + DONE, more=False)
+            await patience.during(_send(send, _event(error_body(error)) + DONE, more=False))
             return
         last = _event({**self._head, "choices": [], "usage": usage(self._generations)}) if self._include_usage else b""
-        await _send(send, last + DONE, more=False)
+        await patience.during(_send(send, last + DONE, more=False))
 
     def _event(self, number: int, index: int, piece: Piece) -> bytes:
         """Nothing where the client would learn nothing: text may be held back."""
@@ -189,11 +186,7 @@ def _event(value: dict[str, Any]) -> bytes:
 
 async def _send(send: Send, body: bytes, more: bool = True) -> None:
     """Returns when the connection has taken it, which a client that does not read prevents."""
-    try:
-        async with asyncio.timeout(MOST_SEND_S):
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-    except TimeoutError as error:
-        raise TooSlow(f"the client has read nothing for {MOST_SEND_S:g} s") from error
+    await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 async def _disconnect(receive: Receive) -> None:
