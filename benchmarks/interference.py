@@ -186,8 +186,10 @@ class Bench:
             digests=False, promises=decoder, depth=depth,
         )  # fmt: skip
         pace = Pace(LEAST if ahead else 64, self.config.max_num_batched_tokens, share)
-        observers = Observer("prefill"), Observer("decode")
-        return SharedDriver(prefiller, decoder, self.prompts, self.rows, self.device, observers, pace, ahead=ahead)
+        driver = SharedDriver(self.device, pace)
+        driver.decodes(decoder, self.rows, self.rows if ahead else None, Observer("decode"))
+        driver.prefills(prefiller, self.prompts, self.prompts if ahead else None, Observer("prefill"))
+        return driver
 
     async def phase(self, share: float, long_prompts: bool) -> dict[str, Any]:
         options, driver = self.options, self.driver(share)

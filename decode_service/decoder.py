@@ -282,6 +282,7 @@ class Decoder:
             return []
         if isinstance(notice, Adopted):
             job.slot.blocks = list(notice.blocks)
+            self._kv_paths[job.path] = None
         if first.finish_reason is not None:  # its pull drains by itself
             self._forget(job, now)
             return [_echo(job, first)]

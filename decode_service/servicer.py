@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -17,13 +17,13 @@ import grpc.aio
 from decode_service.decoder import Decoder
 from engine.blocks import BlockPool
 from engine.device_thread import DeviceThread
-from engine.messages import Node, WorkerHello
+from engine.messages import Node, TransportOffer, WorkerHello
 from kvtransfer.actions import MeetPeers
 from kvtransfer.driver import Driver
-from kvtransfer.offer import puller_transports
+from kvtransfer.offer import Transports, puller_transports
 from kvtransfer.peers import GB, Peers
 from kvtransfer.service import PullClients
-from kvtransfer.startup import Assemble, Say, assemble
+from kvtransfer.startup import Assemble, Engine, Say, assemble
 from protos import worker_pb2, worker_pb2_grpc
 from wire.channel import open_channel, write
 from wire.codec import decode_command_from_pb, decode_event_to_pb
@@ -33,7 +33,10 @@ from wire.session import serve
 
 
 class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
-    """A wire.worker Stage. Until the model is loaded every call is refused."""
+    """A wire.worker Stage. Until the model is loaded every call is refused.
+
+    A process that has both stages calls `begin` of each, instead of `load`, and runs them itself.
+    """
 
     def __init__(self, options: WorkerOptions, assemble: Assemble = assemble) -> None:
         self.observer = Observer("decode")
@@ -51,24 +54,44 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
     async def load(self, address: str, say: Say) -> str:
         engine = await self._device.run(self._assemble, self._options, say)
         node = Node(self._options.name, secrets.randbits(64), address)
+        pool = BlockPool(engine.config.num_blocks)
+
+        def driven(core: Decoder) -> Driver:
+            return Driver(core, engine.runner.step, self._device, engine.ahead, observer=self.observer)
+
+        return f"{engine.description}, {self.begin(engine, node, pool, engine.spare, driven, say)}"
+
+    def begin(
+        self,
+        engine: Engine,
+        node: Node,
+        pool: BlockPool,
+        spare: Sequence[int],
+        driven: Callable[[Decoder], Driver],
+        say: Say,
+        *,
+        beside: Sequence[TransportOffer] = (),
+    ) -> Transports:
+        """From here on calls are answered. `spare` are blocks behind the pool's, for probes; a stage on the same pool
+        makes `beside` possible."""
         options = self._options
         transports = puller_transports(options.transport, engine, node)
         core = Decoder(
             node,
             engine.layout,
             engine.config,
-            BlockPool(engine.config.num_blocks),
+            pool,
             vocab_size=engine.runner.vocab_size,
             eos_token_ids=engine.runner.eos_token_ids,
             transport=transports.kinds[0],
             depth=engine.depth,
         )
-        self._driver = Driver(core, engine.runner.step, self._device, engine.ahead, observer=self.observer)
+        self._driver = driven(core)
         cache = engine.runner.cache
         self._peers = Peers(
             node,
             cache,
-            engine.spare,
+            spare,
             self._connect,
             transports.imports,
             missing=transports.missing,
@@ -81,9 +104,9 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
             core, cache, self._driver.apply, self._peers, self._peers.channels, digests=options.kv_digest
         )
         self._driver.carry = self._carry
-        self._hello = engine.hello(node, transports.offers)
+        self._hello = engine.hello(node, [*beside, *transports.offers])
         self.observer.serving(core, self._hello, self._options.model)
-        return f"{engine.description}, {transports}"
+        return transports
 
     def _carry(self, action: Any) -> None:
         assert self._peers is not None and self._pulls is not None, "an action before load"
@@ -108,6 +131,8 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         await self._driver.drain(grace)
 
     async def close(self) -> None:
+        if self._peers is not None:
+            self._peers.abort()
         if self._pulls is not None:
             await self._pulls.close()
         if self._peers is not None:

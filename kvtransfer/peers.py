@@ -96,7 +96,8 @@ class Peers:
     def meet(self, owners: Iterable[Node]) -> None:
         """Pairs with those that are new, in the background; an owner that does not answer is met by its first pull."""
         for owner in owners:
-            if owner.incarnation not in self._routes and owner.incarnation not in self._pairing:
+            known = owner.incarnation in self._routes or owner.incarnation in self._pairing
+            if not known and owner.incarnation != self._node.incarnation:  # both stages may be this process
                 self._begin(self._meet(owner))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

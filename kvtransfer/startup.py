@@ -145,7 +145,7 @@ def _on_cpu(options: WorkerOptions, source: ModelSource, model: ModelConfig, pha
     config = engine_config(options, model, layout)
     weights = Llama(model, load_tensors(source, TORCH_DTYPES[dtype], phases))
     phases(f"reserving {config.num_blocks} KV blocks", 0.0)
-    shared = options.role.name == "prefill" and options.transport != "grpc"
+    shared = options.role.name != "decode" and options.transport != "grpc"
     with_spare = config.num_blocks + spare_blocks(layout.block_bytes)
     memory = SharedMemory(with_spare * layout.block_bytes) if shared else None
     runner = ModelRunner(weights, config, KVCache(layout, with_spare, memory=memory), CPUBackend())

@@ -9,20 +9,20 @@ from __future__ import annotations
 import contextlib
 import random
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 import grpc.aio
 
 from engine.blocks import BlockPool
 from engine.device_thread import DeviceThread
-from engine.messages import Node, WorkerHello
+from engine.messages import BlockHandle, Node, TransportOffer, WorkerHello
 from kvtransfer.driver import Driver
 from kvtransfer.offer import Transports, owner_transports
 from kvtransfer.probe import ProbeOwner, fill
-from kvtransfer.service import KvTransferService
-from kvtransfer.startup import Assemble, Say, assemble
-from prefill_service.prefiller import Prefiller
+from kvtransfer.service import KvTransferService, add_to_server
+from kvtransfer.startup import Assemble, Engine, Say, assemble
+from prefill_service.prefiller import Prefiller, Promises
 from protos import worker_pb2, worker_pb2_grpc
 from wire.channel import write
 from wire.codec import prefill_command_from_pb, prefill_event_to_pb
@@ -32,7 +32,10 @@ from wire.session import serve
 
 
 class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.KvTransferServiceServicer):
-    """A wire.worker Stage. Until the model is loaded every call is refused."""
+    """A wire.worker Stage. Until the model is loaded every call is refused.
+
+    A process that has both stages calls `begin` of each, instead of `load`, and runs them itself.
+    """
 
     def __init__(self, options: WorkerOptions, assemble: Assemble = assemble) -> None:
         self.observer = Observer("prefill")
@@ -46,30 +49,50 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
 
     def register(self, server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
-        worker_pb2_grpc.add_KvTransferServiceServicer_to_server(self, server)
+        add_to_server(self, server)
 
     async def load(self, address: str, say: Say) -> str:
         engine = await self._device.run(self._assemble, self._options, say)
         node = Node(self._options.name, secrets.randbits(64), address)
+        probe = await self._device.run(fill, engine.runner.cache, engine.spare, secrets.randbits(64))
+        pool = BlockPool(engine.config.num_blocks)
+
+        def driven(core: Prefiller) -> Driver:
+            return Driver(core, engine.runner.step, self._device, engine.ahead, observer=self.observer)
+
+        return f"{engine.description}, {self.begin(engine, node, pool, probe, driven)}"
+
+    def begin(
+        self,
+        engine: Engine,
+        node: Node,
+        pool: BlockPool,
+        probe: Sequence[BlockHandle],
+        driven: Callable[[Prefiller], Driver],
+        *,
+        promises: Promises | None = None,
+        beside: Sequence[TransportOffer] = (),
+    ) -> Transports:
+        """From here on calls are answered. `probe` are blocks behind the pool's, filled; `promises` those of a stage on
+        the same pool, which makes `beside` possible."""
         transports = self._transports = owner_transports(self._options.transport, engine, node)
-        cache = engine.runner.cache
-        probe = await self._device.run(fill, cache, engine.spare, secrets.randbits(64))
         core = Prefiller(
             node,
             engine.layout,
             engine.config,
-            BlockPool(engine.config.num_blocks),
+            pool,
             vocab_size=engine.runner.vocab_size,
             eos_token_ids=engine.runner.eos_token_ids,
             depth=engine.depth,
             digests=self._options.kv_digest,
             transports=transports.kinds,
             rng=random.Random(secrets.randbits(64)),
+            promises=promises,
         )
-        self._driver = Driver(core, engine.runner.step, self._device, engine.ahead, observer=self.observer)
+        self._driver = driven(core)
         self._transfer = KvTransferService(
             core,
-            cache,
+            engine.runner.cache,
             self._driver.apply,
             node=node,
             probe=ProbeOwner(node, engine.layout, probe, transports.kinds),
@@ -79,9 +102,9 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
         self._driver.carry = self._transfer.carry
         for export in transports.exports:
             export.start()
-        self._hello = engine.hello(node, transports.offers)
+        self._hello = engine.hello(node, [*beside, *transports.offers])
         self.observer.serving(core, self._hello, self._options.model)
-        return f"{engine.description}, {transports}"
+        return transports
 
     @property
     def stuck(self) -> bool:

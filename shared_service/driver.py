@@ -17,13 +17,14 @@ from typing import Any
 from decode_service.decoder import Decoder
 from engine.batch import Batch, StepOutput
 from engine.device_thread import DeviceThread
-from kvtransfer.actions import Action, ToRouter
+from kvtransfer.actions import Action, ClosePull, SendBlock, ToPuller, ToRouter
 from kvtransfer.driver import TICK_S, AheadRunner, Driver, StepFailed
 from kvtransfer.transports.local import LocalPair
 from prefill_service.prefiller import Prefiller
 from shared_service.pace import Pace
 from wire.observer import Observer
 
+_TO_PULLERS = (ToPuller, SendBlock, ClosePull)
 _DECODE_SESSIONS = 1 << 62  # the decode stage numbers its sessions from here on: a number names its stage
 
 
@@ -90,36 +91,33 @@ class _Turn:
 
 
 class SharedDriver:
-    """`prompts` and `rows` are runners over the same weights and the same cache, on one stream of the device; they are
-    one and the same where a runner takes one step at a time. `pace` learns from what it sees.
+    """`decodes` and then `prefills` give it its stages, over one pool. Their runners share weights, cache and stream;
+    where a runner takes one step at a time they are the same. `pace` learns from what it sees.
     """
 
-    def __init__(
-        self,
-        prefiller: Prefiller,
-        decoder: Decoder,
-        prompts: Any,
-        rows: Any,
-        device: DeviceThread,
-        observers: tuple[Observer, Observer],
-        pace: Pace,
-        *,
-        ahead: bool,
-    ) -> None:
-        self.prefiller = prefiller
-        self.decoder = decoder
+    def __init__(self, device: DeviceThread, pace: Pace) -> None:
         self.pace = pace
-        self._pair = LocalPair(prefiller, decoder)
-        self.prefill = StageDriver(
-            prefiller, prompts.step, device, prompts if ahead else None, observers[0], self.apply, 0
-        )
-        self.decode = StageDriver(
-            decoder, rows.step, device, rows if ahead else None, observers[1], self.apply, _DECODE_SESSIONS
-        )
+        self.decoder: Decoder
+        self.prefiller: Prefiller
+        self.decode: StageDriver
+        self.prefill: StageDriver
+        self._device = device
+        self._pair: LocalPair
         self._turns: deque[_Turn] = deque()  # as the device runs them
-        self._last: StageDriver = self.prefill  # that was launched
+        self._last: StageDriver | None = None  # that was launched
         self._reported_at = 0.0
         self._wake = asyncio.Event()
+
+    def decodes(self, core: Decoder, runner: Any, ahead: AheadRunner | None, observer: Observer) -> StageDriver:
+        self.decoder = core
+        self.decode = StageDriver(core, runner.step, self._device, ahead, observer, self.apply, _DECODE_SESSIONS)
+        return self.decode
+
+    def prefills(self, core: Prefiller, runner: Any, ahead: AheadRunner | None, observer: Observer) -> StageDriver:
+        self.prefiller = core
+        self.prefill = StageDriver(core, runner.step, self._device, ahead, observer, self.apply, 0)
+        self._pair = LocalPair(core, self.decoder)
+        return self.prefill
 
     @property
     def stuck(self) -> bool:
@@ -127,8 +125,11 @@ class SharedDriver:
 
     def apply(self, actions: Sequence[Action]) -> None:
         for action in self._pair.carry(actions, time.monotonic()):
-            ours = isinstance(action, ToRouter) and action.session <= _DECODE_SESSIONS
-            (self.prefill if ours else self.decode).deliver(action)
+            if isinstance(action, ToRouter):
+                stage = self.prefill if action.session <= _DECODE_SESSIONS else self.decode
+            else:  # of pulls between this process and others
+                stage = self.prefill if isinstance(action, _TO_PULLERS) else self.decode
+            stage.deliver(action)
         self._wake.set()
 
     # ---- turns ----------------------------------------------------------------------------------------------------

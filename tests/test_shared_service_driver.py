@@ -93,9 +93,11 @@ def driver_of(runner: Any, pace: Pace, device: DeviceThread, blocks: int = BLOCK
     prefiller = Prefiller(
         node, runner.layout, config, pool, rng=random.Random(1), digests=False, promises=decoder, **common
     )
-    observers = Observer("prefill"), Observer("decode")
     prompts = Ahead(runner) if ahead else runner
-    return SharedDriver(prefiller, decoder, prompts, runner, device, observers, pace, ahead=ahead)
+    driver = SharedDriver(device, pace)
+    driver.decodes(decoder, runner, runner if ahead else None, Observer("decode"))
+    driver.prefills(prefiller, prompts, prompts if ahead else None, Observer("prefill"))
+    return driver
 
 
 @asynccontextmanager

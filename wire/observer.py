@@ -12,6 +12,8 @@ from collections import Counter as Tally
 from collections import OrderedDict
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from engine.messages import (
     Cancel,
     DecodeStart,
@@ -77,6 +79,10 @@ class Observer:
         """The model is loaded: from now on its standing can be read."""
         self._standing = Standing(self.role, core, hello, model)
         self.series.registry.register(self._standing)
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        return self.series.registry
 
     @property
     def model(self) -> str:

@@ -31,6 +31,7 @@ class Role:
     http_port: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    also: tuple[str, ...] = ()  # other services of the same process, ready when it is
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,15 +19,16 @@ from typing import Any, NoReturn, Protocol
 
 import grpc.aio
 import uvloop
+from prometheus_client import CollectorRegistry
 
 from wire import logs, metrics, tracing
 from wire.channel import open_server
 from wire.flags import BadOption
 from wire.health import Health
-from wire.observer import Observer
 from wire.options import Role, WorkerOptions, parse
 from wire.ports import PortTaken, at, bind, check_free, listen
 from wire.security import InsecureAddress
+from wire.tracing import Tracing
 
 log = logs.get_logger("worker")
 
@@ -40,6 +41,18 @@ class CannotStart(Exception):
     """The model or the options cannot be served; str() is the one sentence that the user gets."""
 
 
+class Observed(Protocol):
+    """An Observer, or two of one process."""
+
+    tracing: Tracing
+
+    @property
+    def registry(self) -> CollectorRegistry: ...
+    @property
+    def model(self) -> str: ...
+    def reading(self) -> metrics.Reading: ...
+
+
 class Stage(Protocol):
     """What computes. `load` may take long and must leave the loop free; the others come after it, in this order."""
 
@@ -50,7 +63,7 @@ class Stage(Protocol):
         """Returns what is served, in a few words. Raises CannotStart."""
 
     @property
-    def observer(self) -> Observer:
+    def observer(self) -> Observed:
         """What it tells of its requests."""
 
     @property
@@ -124,7 +137,7 @@ class _Process:
         http = listen(options.host, options.http_port, options.security)
         check_free(options.host, options.port)  # gRPC would say it too, in the words of its C++ core
         server = open_server(options.security, internal=True)
-        health = Health(server, [options.role.service])
+        health = Health(server, (options.role.service, *options.role.also))
         self._stage.register(server)
         port = bind(server, options.host, options.port, options.security)
         await server.start()
@@ -154,12 +167,12 @@ class _Process:
         self._say("stopped")
         return 0
 
-    async def _aside(self, observer: Observer, http: socket.socket) -> None:
+    async def _aside(self, observer: Observed, http: socket.socket) -> None:
         """What operators look at, until cancelled."""
         from wire.http import WorkerDoor, serve  # when the process answers its health check already
 
         options = self._options
-        registry = metrics.shown(observer.series.registry, options.metrics_compat, lambda: observer.model)
+        registry = metrics.shown(observer.registry, options.metrics_compat, lambda: observer.model)
         door = WorkerDoor(registry, lambda: self._ready, options.security.token)
         await asyncio.gather(serve(door, http, options.security), metrics.report(observer.reading))
 

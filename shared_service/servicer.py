@@ -1,0 +1,98 @@
+"""Both stages on the network from one process: their services, one engine, one pool, and the driver of their turns.
+
+Each stage's own servicer translates; this one holds the parts of the process together. A request whose two stages are
+here moves nothing (transport `local`). Blocks of other workers come and go as they do for a worker of one kind.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import grpc.aio
+
+from decode_service.decoder import Decoder
+from decode_service.servicer import DecodeServicer
+from engine.blocks import BlockPool
+from engine.device_thread import DeviceThread
+from engine.messages import BlockHandle, Node, TransportOffer
+from kvtransfer.driver import Driver
+from kvtransfer.probe import fill
+from kvtransfer.startup import Assemble, Engine, Say, assemble
+from prefill_service.prefiller import Prefiller
+from prefill_service.servicer import PrefillServicer
+from shared_service.driver import SharedDriver
+from shared_service.observers import Observers
+from shared_service.pace import Pace
+from wire.options import WorkerOptions
+
+LEAST_CHUNK = 64  # tokens, on the CPU
+LEAST_CHUNK_ON_CARD = 256  # fewer take as long: their launches cost more than their sums
+LOCAL = (TransportOffer("local"),)
+
+
+class SharedServicer:
+    """A wire.worker Stage. Until the model is loaded every call is refused."""
+
+    def __init__(self, options: WorkerOptions, assemble: Assemble = assemble) -> None:
+        self._options = options
+        self._assemble = assemble
+        self._device = DeviceThread("shared")
+        self._prefill = PrefillServicer(options)
+        self._decode = DecodeServicer(options)
+        self._driver: SharedDriver | None = None
+        self.observer = Observers(self._prefill.observer, self._decode.observer)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        self._prefill.register(server)
+        self._decode.register(server)
+
+    async def load(self, address: str, say: Say) -> str:
+        engine, prompts, probe, spare = await self._device.run(self._built, say)
+        config = engine.config
+        node = Node(self._options.name, secrets.randbits(64), address)
+        pool = BlockPool(config.num_blocks)
+        least = LEAST_CHUNK_ON_CARD if engine.on_card else LEAST_CHUNK
+        shared = SharedDriver(self._device, Pace(least, config.max_num_batched_tokens))
+
+        def decodes(core: Decoder) -> Driver:
+            return shared.decodes(core, engine.runner, engine.ahead, self._decode.observer)
+
+        def prefills(core: Prefiller) -> Driver:
+            return shared.prefills(core, prompts, None if engine.ahead is None else prompts, self._prefill.observer)
+
+        transports = self._decode.begin(engine, node, pool, spare, decodes, say, beside=LOCAL)
+        self._prefill.begin(engine, node, pool, probe, prefills, promises=shared.decoder, beside=LOCAL)
+        self._driver = shared
+        return f"{engine.description}, both stages over one pool, to other workers {transports}"
+
+    def _built(self, say: Say) -> tuple[Engine, Any, list[BlockHandle], range]:
+        """The engine, what computes prompts, and the blocks behind the pool's: half of them are filled for those who
+        probe us, into the others go the probes of our own. On the device thread."""
+        engine = self._assemble(self._options, say)
+        prompts: Any = engine.runner
+        if engine.ahead is not None:
+            from engine.cuda_runner import CudaRunner
+
+            rows = engine.ahead
+            prompts = CudaRunner(rows.model.weights, engine.config, rows.cache, rows.gpu, graphs=False)
+        spare = engine.spare
+        half = len(spare) // 2
+        return engine, prompts, fill(engine.runner.cache, spare[:half], secrets.randbits(64)), spare[half:]
+
+    @property
+    def stuck(self) -> bool:
+        return self._driver is not None and self._driver.stuck
+
+    async def run(self) -> None:
+        assert self._driver, "run before load"
+        await self._driver.run()
+
+    async def drain(self, grace: float) -> None:
+        assert self._driver, "drain before load"
+        await self._driver.drain(grace)
+
+    async def close(self) -> None:
+        await self._decode.close()
+        await self._prefill.close()
+        self._device.close()
