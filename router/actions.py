@@ -39,6 +39,7 @@ class Times:
     decode_queued: float = 0.0
     decode: float = 0.0
     first_token: float | None = None
+    placed: float = 0.0  # from submit to the first PrefillStart
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from router.driver import Driver
 from router.front import Deadlines, Front
 from router.metrics import Counts, Standing
 from router.openai.app import build_app
-from router.openai.server import serve
 from router.page.routes import add_page
 from router.preparing import ServedModel, prepare
 from router.servicer import GenerationService
@@ -29,7 +28,9 @@ from router.text.chat import BadTemplate
 from router.text.model import TextModel
 from router.text.tokenizer import NoTokenizer
 from router.workers import Role
+from wire import metrics, tracing
 from wire.health import Health
+from wire.http import serve
 from wire.logs import get_logger
 
 log = get_logger("router")
@@ -41,28 +42,38 @@ PATIENCE_S = 5.0  # how often it is said why nothing can be served, if that has 
 class Router:
     """`http` listens already and stays its owner's; `say` prints one line for whoever started the process."""
 
-    def __init__(self, settings: Settings, health: Health, http: socket.socket, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        health: Health,
+        http: socket.socket,
+        say: Callable[[str], None],
+        spans: tracing.Tracing = tracing.OFF,
+    ) -> None:
         self._settings = settings
         self._health = health
         self._say = say
         self._model = ServedModel(settings.names[0] if settings.names else settings.model)
+        self._tracing = spans
         self._counts = Counts()
         self._dispatcher = Dispatcher(settings.core, random.Random(secrets.randbits(128)), time.monotonic())
         self._sessions = Sessions(f"router-{settings.port}", settings.targets, settings.security)
         self._driver = Driver(self._dispatcher, self._sessions.send)
         deadlines = Deadlines(settings.default_deadline, settings.max_deadline)
-        self._front = Front(self._model.get, self._driver, self._counts, deadlines)
+        self._front = Front(self._model.get, self._driver, self._counts, deadlines, spans)
         self.service = GenerationService(self._front)
-        self._counts.registry.register(Standing(self._dispatcher, lambda: self._sessions.absent))
+        self._standing = Standing(self._dispatcher, self._counts, lambda: self._sessions.absent)
+        self._counts.registry.register(self._standing)
         self._http = http
         self._stopping = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set and what was running has ended, or had its grace. Raises CannotServe."""
         security = self._settings.security
-        app = build_app(self._front, self._ready, self._counts.registry, self._settings.api_key or security.token)
+        shown = metrics.shown(self._counts.registry, self._settings.metrics_compat, self._model.name)
+        app = build_app(self._front, self._ready, shown, self._settings.api_key or security.token)
         add_page(app, self._front, self._dispatcher, self._ready)
-        work = [self._driver.run(), self._serve(), self._watch(stop), self._counts.report()]
+        work = [self._driver.run(), self._serve(), self._watch(stop), metrics.report(self._standing.reading)]
         work.append(serve(app, self._http, security))
         tasks = [asyncio.create_task(each) for each in work]
         stopping = asyncio.create_task(self._until_drained(stop))
@@ -75,6 +86,7 @@ class Router:
                 task.cancel()
             await asyncio.gather(*tasks, stopping, return_exceptions=True)
             self._model.close()
+            await self._tracing.close()
 
     async def _serve(self) -> None:
         settings = self._settings

@@ -1,12 +1,14 @@
 """Between the gRPC server and the service: what every call of the public API goes through.
 
-Reads the request's bytes without letting a bad one become INTERNAL, gives a RequestError its status and details,
-and turns what nobody foresaw into INTERNAL with an id, under which the log has the traceback. Knows no request.
+Reads the request's bytes without letting a bad one become INTERNAL, gives every request a name, which comes back in the
+trailers and is in each log line, gives a RequestError its status and details, and turns what nobody foresaw into
+INTERNAL with an id, under which the log has the traceback. Knows nothing else of a request.
 """
 
 from __future__ import annotations
 
 import secrets
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,8 @@ from google.protobuf.message import DecodeError, Message
 from protos import generation_pb2, generation_pb2_grpc
 from router.status import RequestError, abort
 
+REQUEST_ID = "x-request-id"
+MAX_ECHO = 256  # characters of a name that is too long for a request, in the refusal that says so
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
 
@@ -60,6 +64,7 @@ def _reader(kind: type[Message]) -> Callable[[bytes], Message | _Unreadable]:
 
 def _bordered(service_of: Callable[[], Any], name: str) -> Callable[..., Any]:
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        trailers = _name(request, context)
         try:
             if isinstance(request, _Unreadable):
                 raise RequestError("INVALID_ARGUMENT", request.sentence, reason="UNREADABLE")
@@ -67,9 +72,35 @@ def _bordered(service_of: Callable[[], Any], name: str) -> Callable[..., Any]:
                 raise RequestError("UNAVAILABLE", "the router is starting: try again in a second", retry_after=1.0)
             return await _guarded(getattr(service, name), name, request, context)
         except RequestError as error:
-            await abort(context, error)
+            await abort(context, error, trailers)
 
     return call
+
+
+def incoming(context: grpc.aio.ServicerContext) -> Any:
+    """The trace that the caller's span belongs to."""
+    from wire.tracing import Incoming
+
+    sent = dict(context.invocation_metadata() or ())
+    return Incoming.of(sent.get("traceparent"), sent.get("tracestate"))
+
+
+def _name(request: Any, context: grpc.aio.ServicerContext) -> tuple[tuple[str, str], ...]:
+    """The client's own name for it, in the message or as metadata, or a new one. Returns the trailers that tell it."""
+    inner = getattr(request, "request", request)
+    if not isinstance(inner, generation_pb2.GenerateRequest):
+        return ()
+    if not inner.request_id:
+        sent = dict(context.invocation_metadata() or ()).get(REQUEST_ID, "")
+        inner.request_id = sent if isinstance(sent, str) and sent else uuid.uuid4().hex
+    from wire.logs import about
+
+    about(inner.request_id)
+    if not (inner.request_id.isascii() and inner.request_id.isprintable() and len(inner.request_id) <= MAX_ECHO):
+        return ()
+    trailers = ((REQUEST_ID, inner.request_id),)
+    context.set_trailing_metadata(trailers)
+    return trailers
 
 
 async def _guarded(

@@ -31,6 +31,7 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 50051
     http_port: int = 8000
+    metrics_compat: str | None = None  # "vllm": its names too
     api_key: str | None = field(default=None, repr=False)  # of the HTTP port; None leaves it to the deployment's token
     targets: Sequence[tuple[Role, str]] = ()  # host:port of workers; a DNS name stands for all its addresses
     cache_dir: Path | None = None
@@ -55,6 +56,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         host=given.host,
         port=given.port,
         http_port=given.http_port,
+        metrics_compat=given.metrics_compat,
         api_key=_key(given.api_key),
         targets=tuple(dict.fromkeys(targets)),
         cache_dir=given.cache_dir,
@@ -89,6 +91,7 @@ def _parser() -> Parser:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=whole(0, 65535), default=50051, help="gRPC port; 0 lets the system choose (%(default)s)")
     add("--http-port", type=whole(0, 65535), default=8000, help="of OpenAI's API and /metrics (%(default)s)")
+    add("--metrics-compat", choices=("vllm",), help="/metrics shows the same values under vLLM's names too")
     add("--api-key", help="what HTTP clients must show; better in PAGEWIRE_API_KEY (default: the deployment's token)")
     add("--prefill", action="append", metavar="HOST:PORT", help="prefill workers (repeat, or separate by commas)")
     add("--decode", action="append", metavar="HOST:PORT", help="decode workers; a name stands for all its addresses")

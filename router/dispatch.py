@@ -40,6 +40,8 @@ class Dispatcher:
         self.flows: dict[int, Flow] = {}  # oldest first
         self.links: Counter[tuple[str, str]] = Counter()  # failed copies by (prefill, decode) address
         self.picks: Counter[tuple[Role, str]] = Counter()  # placements by (role, address)
+        self.setbacks: Counter[tuple[Role, Reason]] = Counter()  # what workers refused or failed
+        self.lost: Counter[Role] = Counter()  # sessions to workers that ended
         self.ignored: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()  # by code
         self._rng = rng
@@ -120,6 +122,7 @@ class Dispatcher:
         worker = self.workers.down(address, role, now)
         if worker is None:
             return []
+        self.lost[role] += 1
         carried = [self.flows[request] for request in worker.jobs]
         incarnation = worker.hello.node.incarnation
         aboard = len(carried)
@@ -147,8 +150,10 @@ class Dispatcher:
             case CacheChange():
                 worker.cache_changed(event)
                 return []
-        if isinstance(event, Refused | Failed) and event.reason is Reason.DRAINING:
-            self.workers.mark_draining(worker, now)
+        if isinstance(event, Refused | Failed):
+            self.setbacks[role, event.reason] += 1
+            if event.reason is Reason.DRAINING:
+                self.workers.mark_draining(worker, now)
         flow = self.flows.get(event.key.request)
         if flow is None:
             self.ignored[type(event).__name__] += 1

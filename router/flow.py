@@ -443,6 +443,7 @@ class Flow:
         return Times(
             started - self.submitted_at + prefill.queued, prefill.computed,
             prefill.transferred + decode.transferred, decode.queued, decode.computed, first,
+            placed=started - self.submitted_at,
         )  # fmt: skip
 
 

@@ -16,8 +16,10 @@ from router.generation import Generation
 from router.metrics import Counts
 from router.status import RequestError
 from router.text.model import Prompt, TextModel
+from router.trace import CallTrace
 from router.validate import ChatPrompt, CheckedRequest, PromptSource, TextPrompt, TokenPrompt, check_prompt, invalid
 from router.workers import Workers
+from wire.tracing import NOTHING, OFF, Incoming, Tracing
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,16 @@ class Deadlines:
 class Front:
     """`model` gives the served model, or raises RequestError while it is being prepared."""
 
-    def __init__(self, model: Callable[[], TextModel], driver: Driver, counts: Counts, deadlines: Deadlines) -> None:
+    def __init__(
+        self,
+        model: Callable[[], TextModel],
+        driver: Driver,
+        counts: Counts,
+        deadlines: Deadlines,
+        tracing: Tracing = OFF,
+    ) -> None:
         self.model = model
+        self._tracing = tracing
         self._driver = driver
         self._counts = counts
         self._deadlines = deadlines
@@ -44,18 +54,22 @@ class Front:
     def workers(self) -> Workers:
         return self._driver.dispatcher.workers
 
-    async def begin(self, checked: CheckedRequest, model: TextModel, remaining: float | None) -> Generation:
+    async def begin(
+        self, checked: CheckedRequest, model: TextModel, remaining: float | None, incoming: Incoming = NOTHING
+    ) -> Generation:
         """Tokenizes and submits every choice. Whoever gets the generation closes it. `remaining` is in seconds."""
+        trace = CallTrace(self._tracing, checked, model.names[0], incoming)
         try:
-            return await self._begin(checked, model, self._deadlines.of(remaining))
+            return await self._begin(checked, model, self._deadlines.of(remaining), trace)
         except RequestError as error:
             self._counts.refused(error.code)
+            trace.refused(error.code)
             raise
 
-    async def _begin(self, checked: CheckedRequest, model: TextModel, deadline: float) -> Generation:
+    async def _begin(self, checked: CheckedRequest, model: TextModel, deadline: float, trace: CallTrace) -> Generation:
         prompt = await self.encode(checked.source, model)
         check_prompt(prompt, checked.params)
-        generation = Generation(checked, prompt, model, Call(self._driver), self._counts)
+        generation = Generation(checked, prompt, model, Call(self._driver), self._counts, trace)
         submitted = False
         try:
             generation.submit(deadline)

@@ -20,6 +20,7 @@ from router.driver import Call
 from router.metrics import Counts
 from router.status import RequestError
 from router.text.model import Prompt, TextModel
+from router.trace import CallTrace
 from router.validate import CheckedRequest, Chunking, choice_seed
 from wire.codec import logprob_to_pb, to_duration
 
@@ -38,7 +39,15 @@ AT_ONCE = Chunking()
 class Generation:
     """Close it, always."""
 
-    def __init__(self, checked: CheckedRequest, prompt: Prompt, model: TextModel, call: Call, counts: Counts) -> None:
+    def __init__(
+        self,
+        checked: CheckedRequest,
+        prompt: Prompt,
+        model: TextModel,
+        call: Call,
+        counts: Counts,
+        trace: CallTrace,
+    ) -> None:
         self.request_id = checked.request_id or uuid.uuid4().hex
         self.model = model
         self.prompt_logprobs: Sequence[TokenLogprob] = ()
@@ -47,6 +56,7 @@ class Generation:
         self._prompt = prompt
         self._call = call
         self._counts = counts
+        self._trace = trace
         self._cached_tokens = 0
         self._seed = 0
         self._outcomes: dict[int, Outcome] = {}
@@ -80,7 +90,10 @@ class Generation:
                 seed=checked.params.seed if index == 0 else choice_seed(self._seed, index),
                 prompt_logprobs=checked.params.prompt_logprobs if index == 0 else None,
             )
-            request = RouterRequest(self._prompt.token_ids, params, deadline, checked.namespace, checked.resume)
+            request = RouterRequest(
+                self._prompt.token_ids, params, deadline, checked.namespace, checked.resume, self.request_id,
+                self._trace.traceparent,
+            )  # fmt: skip
             self._call.submit(request)
             self._submitted += 1
             if index == 0:
@@ -109,6 +122,11 @@ class Generation:
         self._call.close()
         self._counts.left(self._submitted - len(self._outcomes))
         self._submitted = len(self._outcomes)
+        usage = (len(self._prompt.token_ids), sum(answer.tokens for answer in self._answers), self._cached_tokens)
+        failed = [outcome.code for outcome in self._outcomes.values() if outcome.code != "OK"]
+        error = failed[0] if failed else "" if self.over else "CANCELLED"
+        outcomes = [*self._outcomes.values()]
+        self._trace.ended(self.request_id, self._submitted_at, outcomes, self._longest(), usage, error)
 
     # ---- messages -------------------------------------------------------------------------------------------
 
@@ -159,8 +177,8 @@ class Generation:
 
     def timing(self) -> gpb.Timing:
         """Of the choice that took longest; the time to the first token is the first one's of any choice."""
+        longest = self._longest()
         times = [outcome.times for outcome in self._outcomes.values()]
-        longest = max(times, key=lambda each: each.prefill + each.transfer + each.decode, default=Times())
         firsts = [each.first_token for each in times if each.first_token is not None]
         return gpb.Timing(
             queue=to_duration(longest.queued + longest.decode_queued),
@@ -171,6 +189,10 @@ class Generation:
         )
 
     # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _longest(self) -> Times:
+        times = [outcome.times for outcome in self._outcomes.values()]
+        return max(times, key=lambda each: each.prefill + each.transfer + each.decode, default=Times())
 
     def _enough(self, tokens: int) -> bool:
         if self._running == 0 or self._error is not None:

@@ -62,6 +62,10 @@ class ServedModel:
             )
         return self._model
 
+    def name(self) -> str:
+        """What clients call it, or what it was started as, as long as that is not known."""
+        return self._name if self._model is None else self._model.names[0]
+
     def close(self) -> None:
         if self._model is not None:
             self._model.close()

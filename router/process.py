@@ -76,7 +76,8 @@ async def _run(settings: Settings, began: float) -> None:
     try:
         logs, assembly = [await asyncio.to_thread(importlib.import_module, name) for name in _THE_REST]
         logs.configure("router", settings.log_level)
-        router = assembly.Router(settings, health, http, _say)
+        spans = await asyncio.to_thread(assembly.tracing.start, os.environ, "router", f"router-{settings.port}")
+        router = assembly.Router(settings, health, http, _say, spans)
         late.append(router.service)
         await router.run(stop)
     finally:

@@ -29,6 +29,7 @@ import grpc.aio
 
 from protos import generation_pb2 as gpb
 from protos import generation_pb2_grpc
+from router import border
 from router.answer import Piece
 from router.front import Front
 from router.generation import AT_ONCE, Generation, joined
@@ -93,7 +94,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def _begin(self, request: gpb.GenerateRequest, context: grpc.aio.ServicerContext) -> Generation:
         """Whoever gets the generation closes it."""
         model = self._front.model()
-        return await self._front.begin(check_generate(request, model), model, context.time_remaining())
+        incoming = border.incoming(context)
+        return await self._front.begin(check_generate(request, model), model, context.time_remaining(), incoming)
 
     # ---- text -----------------------------------------------------------------------------------------------
 

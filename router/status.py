@@ -67,12 +67,14 @@ class RequestError(Exception):
         return cls(outcome.code, text, reason=reason.name if reason else "", facts=outcome.facts, retry_after=retry)
 
 
-async def abort(context: grpc.aio.ServicerContext, error: RequestError) -> NoReturn:
-    """Ends the call with the error's status."""
+async def abort(
+    context: grpc.aio.ServicerContext, error: RequestError, more: Sequence[tuple[str, str]] = ()
+) -> NoReturn:
+    """Ends the call with the error's status; `more` are trailers beside it."""
     code = grpc.StatusCode[error.code]
     text = _clipped(str(error), MAX_SENTENCE)
     status = status_pb2.Status(code=code.value[0], message=text, details=map(_packed, _details(error)))
-    trailers: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
+    trailers: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString()), *more]
     if error.retry_after:
         trailers.append(("grpc-retry-pushback-ms", str(round(error.retry_after * 1000))))
     await context.abort(code, text, tuple(trailers))

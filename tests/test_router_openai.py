@@ -22,8 +22,8 @@ from engine.types import SamplingParams
 from router.admission import RouterConfig
 from router.openai.app import build_app
 from router.openai.border import MAX_BODY_BYTES
-from router.openai.server import serve
 from router.workers import Role
+from wire.http import serve
 from wire.ports import listen
 from wire.security import Security
 
@@ -301,7 +301,7 @@ def test_metrics_count_what_was_served(raw: httpx.Client, cluster: Cluster) -> N
         "pagewire_generation_tokens_total": 5, "pagewire_time_to_first_token_seconds_count": 1,
         "pagewire_e2e_request_latency_seconds_count": 1, "pagewire_inter_token_latency_seconds_count": 4,
         "pagewire_request_queue_time_seconds_count": 1, "pagewire_router_picks_total": 2,
-        'pagewire_requests_finished_total{reason="length"}': 1,
+        'pagewire_requests_finished_total{reason="length",role="router"}': 1,
     }  # fmt: skip
     before = {name: value(name) for name in names}
     assert raw.post("/v1/completions", json={"prompt": "abc", "max_tokens": 5, "ignore_eos": True}).status_code == 200
@@ -344,7 +344,7 @@ async def test_a_client_that_leaves_frees_the_workers_at_once(directory: Path, h
         await until(lambda: len(front.workers.cancelled) > 0)
         assert time.monotonic() - began < 0.5
         await until(lambda: front.driver.dispatcher.idle)
-        assert 'finished_total{reason="cancelled"} 1.0' in (await http.get("/metrics")).text
+        assert 'finished_total{reason="cancelled",role="router"} 1.0' in (await http.get("/metrics")).text
 
 
 async def test_a_failure_in_the_middle_of_a_stream_is_an_event_and_then_done(directory: Path) -> None:

@@ -212,6 +212,9 @@ class DeafContext:
     def __init__(self) -> None:
         self.written: list[gpb.GenerateStreamResponse] = []
 
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
     def time_remaining(self) -> None:
         return None
 

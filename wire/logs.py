@@ -1,4 +1,8 @@
-"""Structured logs: readable lines on a terminal, JSON elsewhere. Configured once per process, in __main__."""
+"""Structured logs: readable lines on a terminal, JSON elsewhere. Configured once per process, in __main__.
+
+Every line has the time, the level and the role; within a request's task it has the request's id too. What libraries
+log comes out in the same shape. No prompt and no generated text is ever logged.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,44 @@ import logging
 import sys
 
 import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
 
 
 def configure(role: str, level: str = "info") -> None:
-    """Every line carries the role and the time; gRPC's own logger speaks only of errors."""
-    shared: list[structlog.typing.Processor] = [
+    """Of libraries only warnings and errors are shown."""
+
+    def add_role(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        event["role"] = role
+        return event
+
+    shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
+        add_role,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.format_exc_info,
     ]
-    console = sys.stderr.isatty()
-    last = structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
-    processors = [step for step in shared if not (console and step is structlog.processors.format_exc_info)]
+    last: list[Processor] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    if sys.stderr.isatty():
+        last = [structlog.dev.ConsoleRenderer()]
     structlog.configure(
-        processors=[*processors, last],
+        processors=[*shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(role=role)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    foreign = [structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last]
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            processors=foreign, foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name]
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+
+
+def about(request_id: str) -> None:
+    """What this task logs from now on concerns this request."""
+    structlog.contextvars.bind_contextvars(request_id=request_id)
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:

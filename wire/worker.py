@@ -144,7 +144,7 @@ class _Process:
         await health.start()
         address = options.address(port)
         observer = self._stage.observer
-        observer.tracing = tracing.start(os.environ, options.role.name, options.name)
+        observer.tracing = await asyncio.to_thread(tracing.start, os.environ, options.role.name, options.name)
         self._say(f"HTTP on {at(options.host, http.getsockname()[1])}")
         aside = asyncio.create_task(self._aside(observer, http))
         aside.add_done_callback(_tell_if_broken)

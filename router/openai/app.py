@@ -6,7 +6,6 @@ Every rule is validate.py's and every generation goes through front.py, as on gR
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -29,6 +28,7 @@ from router.openai.shapes import ChatShape, CompletionShape
 from router.status import RequestError
 from router.text.model import TextModel
 from router.validate import check_model, invalid
+from wire.tracing import Incoming
 
 
 def build_app(front: Front, ready: Callable[[], bool], registry: CollectorRegistry, key: str | None) -> FastAPI:
@@ -71,16 +71,16 @@ class Routes:
         asked = chat_asked(body, request_id, model)
         shape = ChatShape(model.tokenizer, bool(body.logprobs), bool(body.return_token_ids))
         if body.stream:
-            return Stream(self._front, model, [asked], shape, request_id, **_usage_of(body))
-        return Reply(self._front, model, [asked], shape, request_id)
+            return Stream(self._front, model, [asked], shape, request_id, _incoming(request), **_usage_of(body))
+        return Reply(self._front, model, [asked], shape, request_id, _incoming(request))
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         model, request_id = self._front.model(), _request_id(request)
         asked = completion_asked(body, request_id, model)
         shape = CompletionShape(model.tokenizer, body.logprobs is not None, bool(body.return_token_ids))
         if body.stream:
-            return Stream(self._front, model, asked, shape, request_id, **_usage_of(body))
-        return Reply(self._front, model, asked, shape, request_id)
+            return Stream(self._front, model, asked, shape, request_id, _incoming(request), **_usage_of(body))
+        return Reply(self._front, model, asked, shape, request_id, _incoming(request))
 
     # ---- text -----------------------------------------------------------------------------------------------
 
@@ -129,8 +129,13 @@ class Routes:
 
 
 def _request_id(request: Request) -> str:
-    """The client's own, which comes back to it, or a new one. Never a key."""
-    return request.headers.get("x-request-id", "") or uuid.uuid4().hex
+    """The client's own, or the one that the border gave it. Never a key."""
+    return str(request.state.request_id)
+
+
+def _incoming(request: Request) -> Incoming:
+    """The trace that the caller's span belongs to."""
+    return Incoming.of(request.headers.get("traceparent"), request.headers.get("tracestate"))
 
 
 def _usage_of(body: Sampled) -> dict[str, bool]:

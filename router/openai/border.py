@@ -7,6 +7,7 @@ else needs the key where there is one.
 from __future__ import annotations
 
 import hmac
+import uuid
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,8 +16,11 @@ from router.border import internal_error
 from router.openai.errors import error_response
 from router.page.routes import ASSETS
 from router.status import RequestError
+from wire.logs import about
 
 OPEN_PATHS = frozenset({"/health", "/ping", *ASSETS})
+REQUEST_ID = b"x-request-id"  # the client's own name for it, or a new one: comes back, and is in each log line
+MAX_ECHO = 256  # bytes of a name that is too long for a request, in the refusal that says so
 MAX_BODY_BYTES = 8 * 2**20  # a prompt of a million token ids fits
 
 
@@ -29,22 +33,27 @@ class Border:
         if scope["type"] != "http":
             return
         started = False
+        headers = dict(scope["headers"])
+        request_id = headers.get(REQUEST_ID) or uuid.uuid4().hex.encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode("latin-1")
+        about(request_id.decode("latin-1"))
 
         async def noting(message: Message) -> None:
             nonlocal started
-            started = started or message["type"] == "http.response.start"
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id[:MAX_ECHO])]
             await send(message)
 
         try:
-            headers = dict(scope["headers"])
             self._check_key(scope["path"], headers.get(b"authorization", b""))
             await self._app(scope, _limited(receive, headers.get(b"content-length", b"")), noting)
         except RequestError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error)(scope, receive, noting)
         except Exception:
             if started:  # the server logs it and closes the connection in the middle of the answer
                 raise
-            await error_response(internal_error(scope["path"]))(scope, receive, send)
+            await error_response(internal_error(scope["path"]))(scope, receive, noting)
 
     def _check_key(self, path: str, authorization: bytes) -> None:
         if self._key is None or path in OPEN_PATHS:

@@ -21,11 +21,12 @@ from router.answer import Piece
 from router.front import Front
 from router.generation import AT_ONCE, Generation, joined
 from router.openai.errors import encoded, error_body
-from router.openai.shapes import Shape, usage
+from router.openai.shapes import Shape, stage_times, usage
 from router.patience import Patience
 from router.status import RequestError
 from router.text.model import TextModel
 from router.validate import CheckedRequest
+from wire.tracing import Incoming
 
 DONE = b"data: [DONE]\n\n"
 
@@ -36,14 +37,20 @@ class Reply(Response):
     """An ASGI response. Errors before its first byte are raised, for the border to answer."""
 
     def __init__(
-        self, front: Front, model: TextModel, asked: Sequence[CheckedRequest], shape: Shape, request_id: str
+        self,
+        front: Front,
+        model: TextModel,
+        asked: Sequence[CheckedRequest],
+        shape: Shape,
+        request_id: str,
+        incoming: Incoming,
     ) -> None:
         super().__init__()
         self._front = front
         self._model = model
         self._asked = asked
         self._shape = shape
-        self._request_id = request_id
+        self._incoming = incoming
         self._generations: list[Generation] = []
         self._head = {
             "id": shape.id_prefix + request_id,
@@ -69,7 +76,7 @@ class Reply(Response):
     async def _answer(self, send: Send) -> None:
         for asked in self._asked:
             try:
-                self._generations.append(await self._front.begin(asked, self._model, None))
+                self._generations.append(await self._front.begin(asked, self._model, None, self._incoming))
             except RequestError as error:
                 if error.reason == "TOOLONG":
                     error.field = "max_tokens" if "max_tokens" in error.facts else self._shape.prompt_field
@@ -94,11 +101,12 @@ class Reply(Response):
         if self._shape.kind != "text_completion":
             self._shape.prompt(answer, self._generations[0])
         answer["usage"] = usage(self._generations)
+        answer["pagewire"] = stage_times(self._generations)
         await self._start(send, "application/json")
         await patience.during(_send(send, encoded(answer), more=False))
 
     async def _start(self, send: Send, content_type: str) -> None:
-        headers = [(b"content-type", content_type.encode()), (b"x-request-id", self._request_id.encode("latin-1"))]
+        headers = [(b"content-type", content_type.encode())]
         if content_type.startswith("text/"):
             headers.append((b"cache-control", b"no-cache"))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -138,11 +146,12 @@ class Stream(Reply):
         asked: Sequence[CheckedRequest],
         shape: Shape,
         request_id: str,
+        incoming: Incoming,
         *,
         include_usage: bool,
         usage_always: bool,
     ) -> None:
-        super().__init__(front, model, asked, shape, request_id)
+        super().__init__(front, model, asked, shape, request_id, incoming)
         self._head["object"] = shape.chunk_kind
         self._include_usage = include_usage
         self._usage_always = usage_always
@@ -167,7 +176,10 @@ class Stream(Reply):
                 raise
             await patience.during(_send(send, _event(error_body(error)) + DONE, more=False))
             return
-        last = _event({**self._head, "choices": [], "usage": usage(self._generations)}) if self._include_usage else b""
+        last = b""
+        if self._include_usage:
+            totals = {"usage": usage(self._generations), "pagewire": stage_times(self._generations)}
+            last = _event({**self._head, "choices": [], **totals})
         await patience.during(_send(send, last + DONE, more=False))
 
     def _event(self, number: int, index: int, piece: Piece) -> bytes:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.types import FinishReason, TokenLogprob
+from protos import generation_pb2 as gpb
 from router.answer import Piece
 from router.generation import Generation
 from router.text.tokenizer import Tokenizer
@@ -30,6 +31,17 @@ def usage(generations: Sequence[Generation]) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(one.cached_prompt_tokens for one in each)},
     }
+
+
+def stage_times(generations: Sequence[Generation]) -> dict[str, float]:
+    """Beside the usage, in milliseconds: what the stages of the prompt that took longest took."""
+
+    def whole(timing: gpb.Timing) -> float:
+        return sum(each.ToNanoseconds() for each in (timing.queue, timing.prefill, timing.kv_transfer, timing.decode))
+
+    timing = max((generation.timing() for generation in generations), key=whole)
+    stages = ("queue", "prefill", "kv_transfer", "decode", "time_to_first_token")
+    return {f"{stage}_ms": round(getattr(timing, stage).ToNanoseconds() / 1e6, 3) for stage in stages}
 
 
 class ChatShape:
