@@ -40,8 +40,10 @@ class Call:
         self._requests: list[int] = []
         self._open: set[int] = set()  # choices without their End
         self._events: list[tuple[int, Emit | End]] = []
-        self._wake = asyncio.Event()  # set when the events are to be read
-        self._timer: asyncio.TimerHandle | None = None  # sets it, once those that are held have waited long enough
+        self._loop = asyncio.get_running_loop()
+        self._due = False  # the events are to be read now
+        self._waiter: asyncio.Future[None] | None = None  # whoever reads them
+        self._timer: asyncio.TimerHandle | None = None  # makes them due, once those that are held have waited enough
         self._read_at = -MOST_HOLD_S
 
     @property
@@ -69,24 +71,31 @@ class Call:
         self._events.append((choice, event))
         if isinstance(event, End):
             self._open.discard(choice)
-            self._wake.set()
-        elif self._timer is None and not self._wake.is_set():
-            hold, loop = self._driver.hold, asyncio.get_running_loop()
-            if loop.time() - self._read_at >= hold:
-                self._wake.set()
+            self._wake()
+        elif self._timer is None and not self._due:
+            hold = self._driver.hold
+            if self._loop.time() - self._read_at >= hold:
+                self._wake()
             else:
-                self._timer = loop.call_later(hold, self._wake.set)
+                self._timer = self._loop.call_later(hold, self._wake)
         elif len(self._events) >= MOST_HELD:
-            self._wake.set()
+            self._wake()
 
     async def events(self) -> Sequence[tuple[int, Emit | End]]:
         """Everything that has arrived, at least one event. What one engine step said is never split."""
-        await self._wake.wait()
-        self._wake.clear()
+        if not self._due:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        self._due = False
         self._stop_timer()
-        self._read_at = asyncio.get_running_loop().time()
+        self._read_at = self._loop.time()
         events, self._events = self._events, []
         return events
+
+    def _wake(self) -> None:
+        self._due = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -197,7 +197,7 @@ class Generation:
     def _enough(self, tokens: int) -> bool:
         if self._running == 0 or self._error is not None:
             return True
-        return any(answer.pending >= tokens for answer in self._answers)
+        return max(answer.pending for answer in self._answers) >= tokens
 
     async def _receive_more(self, chunking: Chunking) -> None:
         try:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
 from starlette.responses import Response
 
 from router.openai.asked import in_our_names
@@ -32,12 +33,14 @@ _INTERNAL = (500, "server_error")
 # Reasons that clients know under another name.
 _CODES = {"TOOLONG": "context_length_exceeded"}
 MAX_SENTENCE = 2000  # characters
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def encoded(value: Any) -> bytes:
     """Compact JSON. Half a surrogate pair, which a client can spell and no text can hold, becomes "?"."""
-    return _ENCODER.encode(value).encode("utf-8", "replace")
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
