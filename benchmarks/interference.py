@@ -43,6 +43,7 @@ from engine.messages import (
 )
 from engine.models.llama import Llama
 from engine.types import SamplingParams
+from kvtransfer.actions import Action
 from prefill_service.prefiller import Prefiller
 from shared_service.driver import SharedDriver
 from shared_service.pace import SHARE, Pace
@@ -123,7 +124,23 @@ class Feeder:
             request.over.set()
 
 
-def on_card(shape: str, config: EngineConfig) -> tuple[Any, Any, int]:
+class TwoStreams(SharedDriver):
+    """For comparison: each stage launches as soon as it can, on a thread and a stream of its own, the prompts' of lower
+    priority; the card shares itself out."""
+
+    def apply(self, actions: Sequence[Action]) -> None:
+        super().apply(actions)
+        for stage in (self.prefill, self.decode):
+            stage._wake.set()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.prefill._engine())
+            tasks.create_task(self.decode._engine())
+            tasks.create_task(self._tick())
+
+
+def on_card(shape: str, config: EngineConfig, streams: int) -> tuple[Any, Any, int]:
     """Runners of prompts and of rows, over one copy of random weights and one cache; and what the model knows."""
     from benchmarks.engine_gpu import tensors_of
     from engine.backend.cuda import Gpu
@@ -136,10 +153,13 @@ def on_card(shape: str, config: EngineConfig) -> tuple[Any, Any, int]:
     cache = CudaKVCache(layout, config.num_blocks, gpu)
     rows = CudaRunner(weights, config, cache, gpu)
     rows.warm_up()
+    if streams == 2:
+        gpu = gpu.beside()
+        cache = CudaKVCache(layout, config.num_blocks, gpu, cache._raw.view(-1))
     return CudaRunner(weights, config, cache, gpu, graphs=False), rows, model.vocab_size
 
 
-def on_cpu(shape: str, config: EngineConfig) -> tuple[Any, Any, int]:
+def on_cpu(shape: str, config: EngineConfig, streams: int) -> tuple[Any, Any, int]:
     from engine.backend.cpu import CPUBackend
     from engine.kv_cache import KVCache
     from engine.loader.random_weights import random_tensors
@@ -165,9 +185,9 @@ class Bench:
             dtype="bfloat16" if options.device == "cuda" else "float32",
         )  # fmt: skip
         build = on_card if options.device == "cuda" else on_cpu
-        self.prompts, self.rows, self.vocab = build(options.shape, config)
+        self.prompts, self.rows, self.vocab = build(options.shape, config, options.streams)
         self.options, self.config = options, config
-        self.device = DeviceThread("shared")
+        self.device, self.other = DeviceThread("shared"), DeviceThread("prompts")
         self._rng = random.Random(0)
 
     def ids(self, count: int) -> list[int]:
@@ -186,9 +206,11 @@ class Bench:
             digests=False, promises=decoder, depth=depth,
         )  # fmt: skip
         pace = Pace(LEAST if ahead else 64, self.config.max_num_batched_tokens, share)
-        driver = SharedDriver(self.device, pace)
+        driver = SharedDriver(self.device, pace) if self.options.streams == 1 else TwoStreams(self.device, pace)
         driver.decodes(decoder, self.rows, self.rows if ahead else None, Observer("decode"))
         driver.prefills(prefiller, self.prompts, self.prompts if ahead else None, Observer("prefill"))
+        if self.options.streams == 2:
+            driver.prefill._device = self.other
         return driver
 
     async def phase(self, share: float, long_prompts: bool) -> dict[str, Any]:
@@ -256,6 +278,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     for share in options.shares:
         found.append(await bench.phase(share, True))  # noqa: PERF401
     bench.device.close()
+    bench.other.close()
     return found
 
 
@@ -270,6 +293,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seconds", type=int, default=8)
     made.add_argument("--max-num-batched-tokens", type=int, default=2048)
     made.add_argument("--shares", type=float, nargs="+", default=[SHARE], help="of a step that a chunk may take")
+    made.add_argument("--streams", type=int, choices=(1, 2), default=1, help="2: side by side, in whole budgets")
     made.add_argument("--json", type=Path, help="where the figures go")
     return made
 

@@ -105,9 +105,10 @@ def own(size: int, incarnation: int) -> None:
 class Owner:
     def __init__(self, size: int) -> None:
         self.node = Node("owner", random.getrandbits(64), "")
+        path = os.pathsep.join([str(ROOT), *sys.path])
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(size), str(self.node.incarnation)], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+            stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
         )  # fmt: skip
         assert self.process.stdout
         self.sums: list[int] = json.loads(self.process.stdout.readline())
