@@ -1,26 +1,29 @@
 """KV transfer between two processes' worth of state on this CPU: each path beside its raw peer in the same run.
 
-`memfd` stands beside a plain copy out of the same kind of memory, `grpc` beside a bare grpc.aio stream of the same
-messages on the same kind of channel. A round moves --size bytes in blocks of --block, from sealed at the owner to
-validated at the puller, through the real state machines and drivers. Streams are open before, ours and the bare one:
-a Pull is opened while its prompt is still computed. Rounds of path and peer alternate, and medians are compared.
-Owner and puller share this process and its loop. `python -m benchmarks.transfer`
+`memfd` stands beside a plain copy out of the same kind of memory, `nixl` beside one READ of the same blocks, `grpc`
+beside a bare grpc.aio stream of the same messages on the same kind of channel. A round moves --size bytes in blocks of
+--block, from sealed at the owner to validated at the puller, through the real state machines and drivers. Streams are
+open before, ours and the bare one: a Pull is opened while its prompt is still computed. Rounds of path and peer
+alternate, and medians are compared. `hand-over` is the same for one block: what a first token waits for after the last
+chunk. Owner and puller share this process and its loop. `python -m benchmarks.transfer` or `pagewire bench kv`
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import grpc.aio
 import numpy as np
 
+from benchmarks import transfer_raw as raw
 from engine.blocks import BlockPool
 from engine.fake_runner import FakeCache
 from engine.kv_digest import kv_digest
@@ -32,7 +35,6 @@ from engine.messages import (
     PullEvent,
     PullOpened,
     PullRequest,
-    Reason,
     RequestKey,
     Ticket,
 )
@@ -41,19 +43,46 @@ from engine.types import Token
 from kvtransfer.actions import Action, Announced, Drained, FreeTicket, Landed, PullFailed, Ready
 from kvtransfer.inbox import Inbox
 from kvtransfer.outbox import Outbox
-from kvtransfer.service import KvTransferService, PullClients
+from kvtransfer.paths import Export, Import, NoPath
+from kvtransfer.peers import Peers
+from kvtransfer.probe import ProbeOwner, fill, spare_blocks
+from kvtransfer.service import KvTransferService, PullClients, add_to_server
 from kvtransfer.ticket import layout_digest
-from kvtransfer.transports.grpc_bytes import chunks
-from kvtransfer.transports.memfd import PoolServer
-from protos import worker_pb2 as pb
+from kvtransfer.transports import nixl
+from kvtransfer.transports.memfd import MemfdExport, MemfdImport
 from protos import worker_pb2_grpc
-from wire.channel import open_channel, open_server, write
+from wire import logs
+from wire.channel import open_channel, open_server
 from wire.flags import parse_bytes
 from wire.ports import bind
 from wire.security import Security
 
 BLOCK_SIZE = 16
-GIB = 2**30
+PATHS = ("memfd", "nixl", "grpc")
+GB = 1e9
+
+
+class Figure(NamedTuple):
+    """Medians of one path, in seconds."""
+
+    path: str
+    digests: bool
+    bytes: int
+    ours: float
+    raw: float
+    hand_over: float
+    warm: float  # to connect, exchange descriptors and prove the path
+    start: float  # of the path's own library
+    operations: int  # of the transport, in one round
+
+    def __str__(self) -> str:
+        name = self.path if self.digests else f"{self.path}, digests off"
+        warm = f"{1e3 * self.warm:4.0f} ms" + (f" (+ {self.start:.1f} s start)" if self.start > 0.01 else "")
+        return (
+            f"{name:<18} {self.bytes / self.ours / GB:6.2f} GB/s  {1e3 * self.ours:7.2f} ms   "
+            f"raw {self.bytes / self.raw / GB:6.2f} GB/s   ratio {self.raw / self.ours:.2f}   "
+            f"hand-over {1e3 * self.hand_over:6.2f} ms   warm in {warm}"
+        )
 
 
 def tokens_at(position: int) -> range:
@@ -64,21 +93,21 @@ class Owner:
     """A prompt whose blocks are all computed, and sealed when a round begins."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, digests: bool) -> None:
-        self.memory = SharedMemory(num_blocks * layout.block_bytes)
-        self.cache = FakeCache(layout, num_blocks)
+        self.spare = range(num_blocks, num_blocks + spare_blocks(layout.block_bytes))
+        self.memory = SharedMemory(self.spare.stop * layout.block_bytes)
+        self.cache = FakeCache(layout, self.spare.stop)
         self.cache.data = memoryview(self.memory.map)
         data = np.frombuffer(self.cache.data, np.uint8)
         data[:] = np.random.default_rng(0).integers(0, 256, data.size, np.uint8)
         self.node = Node("owner", random.getrandbits(64), "")
-        self.outbox = Outbox(self.node, layout_digest(layout), block_bytes=layout.block_bytes)
+        self.outbox = Outbox(self.node, layout_digest(layout), block_bytes=layout.block_bytes, transports=PATHS)
         blocks = (self.cache.block_bytes(block) for block in range(num_blocks))
         self.handles = [
             BlockHandle(number, 0, number, kv_digest(data, number, tokens_at(number)) if digests else 0)
             for number, data in enumerate(blocks)
         ]
 
-    def offer(self, number: int) -> Ticket:
-        count = len(self.handles)
+    def offer(self, number: int, count: int) -> Ticket:
         ticket = Ticket(number, self.node, count * BLOCK_SIZE, count, 60.0)
         now, key = time.monotonic(), RequestKey(number, 1)
         self.outbox.offer(ticket, key, 1, now + 60, range(count), [0] * count, now)
@@ -86,7 +115,8 @@ class Owner:
 
     def seal(self, ticket: Ticket) -> list[Action]:
         now, first = time.monotonic(), FirstToken(RequestKey(ticket.id, 1), Token(0, 1))
-        return [*self.outbox.sealed(ticket.id, self.handles, now), *self.outbox.first_token(ticket.id, first, now)]
+        sealed = self.outbox.sealed(ticket.id, self.handles[: ticket.num_blocks], now)
+        return [*sealed, *self.outbox.first_token(ticket.id, first, now)]
 
     def pull_message(self, pull: int, message: PullRequest, now: float) -> list[Action]:
         return _without_free(self.outbox.pull_message(pull, message, now))
@@ -106,7 +136,9 @@ class Puller:
     """Binds what is announced, and says when all of it is validated."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
-        self.cache = FakeCache(layout, num_blocks)
+        self.spare = range(num_blocks, num_blocks + spare_blocks(layout.block_bytes))
+        self.cache = FakeCache(layout, self.spare.stop)
+        np.frombuffer(self.cache.data, np.uint8)[:] = 0  # its pages are there, as those of a pool in use
         self.pool = BlockPool(num_blocks)
         self.inbox = Inbox(layout_digest(layout))
         self._bound: list[int] = []
@@ -142,8 +174,12 @@ class Puller:
         self.over.set_result(None)
         return actions
 
-    def fall_back(self, pull: int, reason: str) -> None:
-        raise RuntimeError(f"memfd cannot be measured: {reason}")
+    def reroute(self, pull: int, transport: str, path: str) -> None:
+        self.inbox.reroute(pull, transport)
+
+    def no_path(self, pull: int, cause: str, now: float) -> list[Action]:
+        self.opened.set_exception(NoPath(cause))
+        return self._notice(self.inbox.no_path(pull, {}), now)
 
     def _notice(self, actions: Iterable[Action], now: float) -> list[Action]:
         rest: list[Action] = []
@@ -156,43 +192,77 @@ class Puller:
                 case Ready():
                     self.ready.set_result(None)
                 case PullFailed(_, reason):
-                    self._fail(reason)
+                    if not self.ready.done():
+                        self.ready.set_exception(RuntimeError(f"a pull failed: {reason.name}"))
+                        self.ready.exception()  # who waits for `opened` learns it there
                 case Landed() | Drained():
                     pass
                 case _:
                     rest.append(action)
         return rest
 
-    def _fail(self, reason: Reason) -> None:
-        if not self.ready.done():
-            self.ready.set_exception(RuntimeError(f"a pull failed: {reason.name}"))
-
-
-class Bare(worker_pb2_grpc.KvTransferServiceServicer):
-    """Streams the same BlockData messages for each request, and nothing else."""
-
-    def __init__(self, cache: FakeCache) -> None:
-        self._cache = cache
-
-    async def Pull(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
-        await write(context, pb.PullEvent())
-        async for _ in requests:
-            for block in range(self._cache.num_blocks):
-                for message in chunks(block, self._cache.block_bytes(block)):
-                    await write(context, message)
-
 
 class Bench:
-    def __init__(self, layout: KvLayout, num_blocks: int, digests: bool) -> None:
+    """One path between an owner and a puller, and its raw peer."""
+
+    def __init__(self, path: str, layout: KvLayout, num_blocks: int, digests: bool) -> None:
+        self.path = path
+        self.digests = digests
+        self.num_blocks = num_blocks
         self.bytes = num_blocks * layout.block_bytes
         self.owner = Owner(layout, num_blocks, digests)
         self.puller = Puller(layout, num_blocks)
-        self.pool = PoolServer(self.owner.node.incarnation, layout, self.owner.memory)
-        self.service = KvTransferService(self.owner, self.owner.cache, self._at_owner)
-        self.clients = PullClients(self.puller, self.puller.cache, self._at_puller, self._connect, digests=digests)
+        self._layout = layout
         self._servers: list[grpc.aio.Server] = []
         self._bare = open_channel("127.0.0.1:1", Security(), internal=True)
         self._tickets = 0
+
+    async def start(self) -> None:
+        """Raises NoPath if this path cannot be had here."""
+        owner, layout = self.owner, self._layout
+        export, imports = self._transport()
+        handles = fill(owner.cache, owner.spare, 1)
+        kinds = (self.path,)
+        self.service = KvTransferService(
+            owner,
+            owner.cache,
+            self._at_owner,
+            node=owner.node,
+            probe=ProbeOwner(owner.node, layout, handles, kinds),
+            exports=[export] if export else [],
+            transports=kinds,
+        )
+        address = await self._serve(lambda server: add_to_server(self.service, server))
+        owner.node = owner.node._replace(address=address)
+        bare = raw.BareStream(owner.cache, self.num_blocks)
+        self._bare = _connect(
+            await self._serve(lambda server: worker_pb2_grpc.add_KvTransferServiceServicer_to_server(bare, server))
+        )
+        self._export = export
+        if export is not None:
+            export.start()
+        node = Node("puller", random.getrandbits(64), "")
+        puller = self.puller
+        self.peers = Peers(node, puller.cache, puller.spare, _connect, imports, only=self.path)
+        self.clients = PullClients(
+            puller, puller.cache, self._at_puller, self.peers, self.peers.channels, digests=self.digests
+        )
+        await self.peers.reach(owner.node)
+
+    def _transport(self) -> tuple[Export | None, list[Import]]:
+        """Raises NoPath."""
+        layout, owner, puller = self._layout, self.owner, self.puller
+        if self.path == "memfd":
+            return MemfdExport(owner.node.incarnation, layout, owner.memory), [MemfdImport(layout)]
+        if self.path == "grpc":
+            return None, []
+        nixl.available()
+        digest = layout_digest(layout)
+        self._agents = (
+            nixl.AgentOnDemand(owner.node, layout, nixl.cpu_region(owner.cache)),
+            nixl.AgentOnDemand(Node("puller", random.getrandbits(64), ""), layout, nixl.cpu_region(puller.cache)),
+        )
+        return nixl.NixlExport(self._agents[0], digest), [nixl.NixlImport(self._agents[1], digest)]
 
     def _at_owner(self, actions: list[Action]) -> None:
         for action in actions:
@@ -202,19 +272,9 @@ class Bench:
         for action in actions:
             self.clients.carry(action)  # type: ignore[arg-type]
 
-    @staticmethod
-    def _connect(address: str) -> grpc.aio.Channel:
-        return open_channel(address, Security(), internal=True)
-
-    async def start(self) -> None:
-        self.pool.start()
-        address = await self._serve(self.service)
-        self.owner.node = self.owner.node._replace(address=address)
-        self._bare = self._connect(await self._serve(Bare(self.owner.cache)))
-
-    async def _serve(self, servicer: worker_pb2_grpc.KvTransferServiceServicer) -> str:
+    async def _serve(self, add: Callable[[grpc.aio.Server], None]) -> str:
         server = open_server(Security(), internal=True)
-        worker_pb2_grpc.add_KvTransferServiceServicer_to_server(servicer, server)
+        add(server)
         port = bind(server, "127.0.0.1", 0, Security())
         await server.start()
         self._servers.append(server)
@@ -222,16 +282,18 @@ class Bench:
 
     async def stop(self) -> None:
         await self.clients.close()
+        await self.peers.close()
         await self._bare.close()
         for server in self._servers:
             await server.stop(None)
-        await self.pool.close()
+        if self._export is not None:
+            await self._export.close()
 
-    async def pull(self, transport: str) -> float:
-        """Seconds from sealed to validated."""
+    async def pull(self, count: int) -> float:
+        """Seconds from sealed to validated, of the first `count` blocks."""
         self._tickets += 1
-        ticket = self.owner.offer(self._tickets)
-        self._at_puller(self.puller.start(ticket, transport))
+        ticket = self.owner.offer(self._tickets, count)
+        self._at_puller(self.puller.start(ticket, self.path))
         await self.puller.opened
         began = time.perf_counter()
         self._at_owner(self.owner.seal(ticket))
@@ -240,67 +302,87 @@ class Bench:
         await self.puller.over
         return seconds
 
-    async def plain_copy(self) -> float:
-        """One copy of as many bytes from the owner's memory into the puller's, on another thread too."""
-        target, source = (np.frombuffer(cache.data, np.uint8) for cache in (self.puller.cache, self.owner.cache))
-        began = time.perf_counter()
-        await asyncio.get_running_loop().run_in_executor(None, np.copyto, target, source)
-        return time.perf_counter() - began
+    def peer(self) -> Callable[[], Awaitable[float]]:
+        if self.path == "memfd":
+            return lambda: raw.plain_copy(self.owner.cache, self.puller.cache, self.bytes)
+        if self.path == "grpc":
+            return lambda: raw.bare_stream(self._bare, self.bytes)
+        owner, puller = (agents.agent for agents in self._agents)
+        assert owner is not None and puller is not None, "a path that was proved has its agents"
+        return raw.RawNixl(puller, owner, self.num_blocks).read
 
-    async def bare_stream(self) -> float:
-        call = worker_pb2_grpc.KvTransferServiceStub(self._bare).Pull()
-        await call.read()
-        began = time.perf_counter()
-        await call.write(pb.PullRequest())
-        received = 0
-        while received < self.bytes:
-            received += len((await call.read()).data.data)
-        seconds = time.perf_counter() - began
-        call.cancel()
-        return seconds
+    @property
+    def operations(self) -> int:
+        route = self.peers.route_of(self.owner.node)
+        return 0 if route is None or route.source is None else route.source.operations
 
 
-async def compare(name: str, bench: Bench, path: Callable[[], Any], peer: Callable[[], Any], rounds: int) -> None:
-    await path(), await peer()
-    ours, theirs = [], []
+def _connect(address: str) -> grpc.aio.Channel:
+    return open_channel(address, Security(), internal=True)
+
+
+async def compare(bench: Bench, rounds: int) -> Figure:
+    peer = bench.peer()
+    await bench.pull(bench.num_blocks), await peer()
+    before = bench.operations
+    await bench.pull(bench.num_blocks)
+    operations = bench.operations - before
+    ours, theirs, last = [], [], []
     for _ in range(rounds):
-        ours.append(await path())
+        ours.append(await bench.pull(bench.num_blocks))
         theirs.append(await peer())
-    mine, other = statistics.median(ours), statistics.median(theirs)
-    print(
-        f"{name:<22} {bench.bytes / mine / GIB:6.2f} GiB/s  {1e3 * mine:7.2f} ms   "
-        f"peer {bench.bytes / other / GIB:6.2f} GiB/s  {1e3 * other:7.2f} ms   ratio {other / mine:.2f}"
+        last.append(await bench.pull(1))
+    (shown,) = bench.peers.paths()
+    return Figure(
+        bench.path,
+        bench.digests,
+        bench.bytes,
+        statistics.median(ours),
+        statistics.median(theirs),
+        statistics.median(last),
+        shown.warm_seconds,
+        shown.start_seconds,
+        operations,
     )
 
 
-async def measure(size: int, block: int, rounds: int, paths: Sequence[str]) -> None:
-    print(f"{size} bytes in blocks of {block}, median of {rounds} rounds; ratio: peer's time / ours")
-    for digests in (True, False):
-        layout = KvLayout(b"benchmark", "bytes", BLOCK_SIZE, 1, 1, 1, block, "")
-        bench = Bench(layout, size // block, digests)
-        await bench.start()
-        suffix = "" if digests else ", digest off"
-        try:
-            if "memfd" in paths:
-                await compare(f"memfd{suffix}", bench, partial(bench.pull, "memfd"), bench.plain_copy, rounds)
-            if "grpc" in paths:
-                await compare(f"grpc{suffix}", bench, partial(bench.pull, "grpc"), bench.bare_stream, rounds)
-        finally:
-            await bench.stop()
+async def measure(size: int, block: int, rounds: int, paths: Sequence[str]) -> list[Figure]:
+    """Prints one line per path and digest setting. A path that cannot be had says why."""
+    print(f"{size} bytes in blocks of {block}, median of {rounds} rounds; ratio: raw peer's time / ours", flush=True)
+    figures = []
+    for path in paths:
+        for digests in (True, False):
+            layout = KvLayout(b"benchmark", "bytes", BLOCK_SIZE, 1, 1, 1, block, "")
+            bench = Bench(path, layout, size // block, digests)
+            try:
+                await bench.start()
+            except NoPath as refusal:
+                print(f"{path:<18} not here: {refusal}", flush=True)
+                break
+            try:
+                figures.append(await compare(bench, rounds))
+            finally:
+                await bench.stop()
+            print(figures[-1], flush=True)
+    return figures
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="KV transfer paths of this CPU beside their raw peers.")
     parser.add_argument("--size", type=parse_bytes, default=64 << 20)
     parser.add_argument("--block", type=parse_bytes, default=2 << 20)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--path", choices=("memfd", "grpc"), action="append")
-    given = parser.parse_args()
+    parser.add_argument("--path", choices=PATHS, action="append")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    given = parser.parse_args(arguments)
     if given.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {given.rounds}")
     if given.block < 1 or given.size < given.block or given.size % given.block:
         parser.error(f"--size must be a multiple of --block, got {given.size} and {given.block}")
-    asyncio.run(measure(given.size, given.block, given.rounds, given.path or ("memfd", "grpc")))
+    logs.configure("transfer", "warning")
+    figures = asyncio.run(measure(given.size, given.block, given.rounds, given.path or PATHS))
+    if given.json is not None:
+        given.json.write_text(json.dumps([figure._asdict() for figure in figures], indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class KVCache:
         size = self.layout.block_bytes
         return self._bytes[block * size : (block + 1) * size]
 
-    def write(self, block: int, offset: int, data: bytes) -> None:
+    def write(self, block: int, offset: int, data: bytes | memoryview) -> None:
         self.block_bytes(block)[offset : offset + len(data)] = data
 
     def digest(self, block: int, position: int, tokens: Sequence[int]) -> int:

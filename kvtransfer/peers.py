@@ -84,6 +84,10 @@ class Peers:
         """Plain numbers, one per owner: for `pagewire ps`, metrics and logs."""
         return tuple(_shown(address, route) for address, route in self._routes.values())
 
+    def route_of(self, owner: Node) -> Route | None:
+        known = self._routes.get(owner.incarnation)
+        return None if known is None else known[1]
+
     def refuses(self) -> str:
         """Why this worker should get no work: it has met owners, and can pull from none of them."""
         if not self._routes or any(route.usable for _, route in self._routes.values()):

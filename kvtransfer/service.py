@@ -35,7 +35,7 @@ from kvtransfer.channels import Channels
 from kvtransfer.paths import Cache, Copy, CopyFailed, Export, NoPath, Route
 from kvtransfer.probe import PROBE_TICKET, ProbeOwner
 from kvtransfer.ticket import mismatch
-from kvtransfer.transports.grpc_bytes import CorruptBlock, Destinations, Receiver, chunks
+from kvtransfer.transports.grpc_bytes import Chunk, CorruptBlock, Destinations, Receiver, chunks, decoded, encoded
 from protos import worker_pb2, worker_pb2_grpc
 from wire.channel import write
 from wire.codec import (
@@ -84,6 +84,25 @@ class Reach(Protocol):
 
     async def reach(self, owner: Node) -> Route:
         """Proved already, or proved now. Raises NoPath."""
+
+
+_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["KvTransferService"].full_name
+
+
+def add_to_server(service: Any, server: grpc.aio.Server) -> None:
+    """Pair and Pull of whoever has these two methods, such as a prefill worker's servicer."""
+    handlers: dict[str, Any] = {
+        "Pair": grpc.unary_unary_rpc_method_handler(
+            service.Pair, worker_pb2.PairRequest.FromString, worker_pb2.PairReply.SerializeToString
+        ),
+        "Pull": grpc.stream_stream_rpc_method_handler(service.Pull, worker_pb2.PullRequest.FromString, encoded),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+
+
+def pull_of(channel: grpc.aio.Channel) -> Any:
+    """The stub's Pull, whose events are PullEvents and Chunks."""
+    return channel.stream_stream(f"/{_SERVICE}/Pull", worker_pb2.PullRequest.SerializeToString, decoded)
 
 
 class _Watch:
@@ -277,11 +296,12 @@ class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
 
     async def _send(self, action: SendBlock, serving: _Serving, context: grpc.aio.ServicerContext) -> None:
         """Nothing is sent once the pull is over: its block may be another tenant's."""
-        for message in chunks(action.handle.position, self._cache.block_bytes(action.handle.id)):
+        data = self._cache.block_bytes(action.handle.id)
+        for message in chunks(action.handle.position, data):
             if serving.outbound.closed:
                 return
-            self.bytes_sent += len(message.data.data)
             await write(context, message)
+        self.bytes_sent += len(data)
         core = serving.core
         assert core is not None, f"pull {action.pull} sends before it is open"
         self._act(core, core.sent(action.pull, action.handle.position, time.monotonic()))
@@ -412,7 +432,7 @@ class PullClients:
             log.warning("pull_broken", pull=pull, owner=address, error=str(error))
             stream.trouble = "no certificate"
             return
-        call = stream.call = worker_pb2_grpc.KvTransferServiceStub(channel).Pull(requests())
+        call = stream.call = pull_of(channel)(requests())
         watch = _Watch(outbound, Heartbeat, call.cancel)
         watching = asyncio.create_task(watch.run())
         try:
@@ -487,21 +507,21 @@ class PullClients:
 
     def _on_event(self, pull: int, stream: _Stream, event: Any) -> None:
         now = time.monotonic()
-        if event.WhichOneof("event") != "data":
+        if not isinstance(event, Chunk):
             self._apply(self._core.pull_event(pull, pull_event_from_pb(event), now))
             return
         try:
-            digest = stream.receiver.receive(event.data)
+            digest = stream.receiver.receive(event)
         except CorruptBlock as error:
             log.warning("pull_corrupt_block", pull=pull, error=str(error))
             stream.trouble = stream.trouble or "corrupt block"
             self._apply(self._core.copy_failed(pull, error.position, now))
             return
-        self.bytes_received += len(event.data.data)
+        self.bytes_received += len(event.data)
         if stream.route is not None:
-            stream.route.bytes += len(event.data.data)
+            stream.route.bytes += len(event.data)
         if digest is not None:
-            self._apply(self._core.copied(pull, event.data.position, digest, now))
+            self._apply(self._core.copied(pull, event.position, digest, now))
 
 
 def _unfit(route: Route | None, handle: BlockHandle) -> str | None:

@@ -21,11 +21,10 @@ from kvtransfer.actions import Action
 from kvtransfer.paths import Export, Import
 from kvtransfer.peers import Peers
 from kvtransfer.probe import ProbeOwner, fill
-from kvtransfer.service import KvTransferService, PullClients
+from kvtransfer.service import KvTransferService, PullClients, add_to_server
 from kvtransfer.ticket import layout_digest
 from kvtransfer.transports import nixl
 from kvtransfer.transports.memfd import MemfdExport, MemfdImport
-from protos import worker_pb2_grpc
 from wire.channel import open_channel, open_server
 from wire.security import Security
 
@@ -117,7 +116,7 @@ class Pair(PullSide):
             transports=kinds,
         )
         self.server = open_server(Security(), internal=True)
-        worker_pb2_grpc.add_KvTransferServiceServicer_to_server(self.service, self.server)
+        add_to_server(self.service, self.server)
         self.server.add_insecure_port(f"127.0.0.1:{port}")
 
     def export(self, kind: str) -> Export:

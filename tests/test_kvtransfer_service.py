@@ -290,7 +290,7 @@ async def test_bytes_that_are_not_what_was_announced_fail_the_pull(lie: str, fre
     owner = Owner(16, 32, Node("prefill-0", 77, f"127.0.0.1:{free_port}"))
     ticket = owner.accept(KEY, 8, 0.0)
     owner.seal(ticket.id, [0], 0.0)
-    near = PullSide(Puller(16, 32))
+    near = PullSide(Puller(16, 32), digests=lie != "wrong checksum")  # which counts where digests do not
     async with liar(owner, free_port, LIES[lie]):
         pull = near.start(ticket, PLACED)
         await until(lambda: pull in near.puller.drained, seconds=2.0)  # before its silence would end it

@@ -25,6 +25,7 @@ from engine.messages import KvLayout, Node
 from engine.shared_memory import SEALS, SharedMemory
 from kvtransfer.paths import Cache, Copy, NoPath
 from kvtransfer.ticket import layout_digest
+from kvtransfer.transports.hands import Hands
 from wire.tasks import cancel_all
 
 _GREETING = struct.Struct("<8sQQ32s")  # magic, incarnation, bytes of the pool, layout
@@ -115,6 +116,7 @@ class MemfdSource:
     def __init__(self, descriptor: int, size: int, block_bytes: int) -> None:
         self._data = np.frombuffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ), np.uint8)
         self._block_bytes = block_bytes
+        self._hands = Hands()
         self._watching: asyncio.Task[None] | None = None
         self.num_blocks = size // block_bytes
         self.operations = 0
@@ -132,13 +134,15 @@ class MemfdSource:
             self.gone = True
 
     def copy(self, cache: Cache, copies: Sequence[Copy]) -> list[int]:
-        size, digests = self._block_bytes, []
+        size = self._block_bytes
         self.operations += len(copies)
-        for each in copies:
+
+        def one(each: Copy) -> int:
             destination = cache.block_bytes(each.destination)
             np.copyto(np.frombuffer(destination, np.uint8), self._data[each.source * size : (each.source + 1) * size])
-            digests.append(0 if each.tokens is None else kv_digest(destination, each.position, each.tokens))
-        return digests
+            return 0 if each.tokens is None else kv_digest(destination, each.position, each.tokens)
+
+        return self._hands.each(one, copies)
 
     def abort(self) -> None:
         pass  # a memcpy ends by itself
@@ -146,6 +150,7 @@ class MemfdSource:
     def close(self) -> None:
         if self._watching is not None:
             self._loop.call_soon_threadsafe(self._watching.cancel)
+        self._hands.close()
 
 
 class MemfdImport:

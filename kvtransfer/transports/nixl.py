@@ -24,6 +24,7 @@ import numpy as np
 
 from engine.messages import KvLayout, Node
 from kvtransfer.paths import Cache, Copy, CopyFailed, NoPath
+from kvtransfer.transports.hands import Hands
 
 _OFFER = struct.Struct("<8sQQQ32s")  # magic, address of block 0, device, blocks, layout
 _MAGIC = b"pagenixl"
@@ -203,27 +204,33 @@ class NixlSource:
         self._remote = agent.blocks(owner, region)
         self._owner = owner
         self._ending = threading.Event()
+        self._hands = Hands()
         self.num_blocks = region.num_blocks
         self.operations = 0
         self.gone = False
 
     def copy(self, cache: Cache, copies: Sequence[Copy]) -> list[int]:
-        nixl = self._agent.nixl
-        here = np.array([each.destination for each in copies], np.int32)
-        there = np.array([each.source for each in copies], np.int32)
-        self.operations += 1
         try:
-            transfer = nixl.make_prepped_xfer("READ", self._agent.here, here, self._remote, there)
-            self._finish(transfer, nixl.transfer(transfer))
+            self._read(copies)
         except CopyFailed:
             self.gone = True
             raise
         except self._agent.errors as error:
             self.gone = True
             raise CopyFailed(f"NIXL: {_words(error)}") from error
-        return [
-            0 if each.tokens is None else cache.digest(each.destination, each.position, each.tokens) for each in copies
-        ]
+
+        def digest(each: Copy) -> int:
+            return 0 if each.tokens is None else cache.digest(each.destination, each.position, each.tokens)
+
+        return self._hands.each(digest, copies)
+
+    def _read(self, copies: Sequence[Copy]) -> None:
+        nixl = self._agent.nixl
+        here = np.array([each.destination for each in copies], np.int32)
+        there = np.array([each.source for each in copies], np.int32)
+        self.operations += 1
+        transfer = nixl.make_prepped_xfer("READ", self._agent.here, here, self._remote, there)
+        self._finish(transfer, nixl.transfer(transfer))
 
     def _finish(self, transfer: Any, state: str) -> None:
         """Waits until no byte can be written any more, however long it takes; then releases the handle."""
@@ -257,6 +264,7 @@ class NixlSource:
         self._ending.set()
 
     def close(self) -> None:
+        self._hands.close()
         with contextlib.suppress(*self._agent.errors):  # the owner may be gone, which is why this is closed
             self._agent.nixl.release_dlist_handle(self._remote)
             self._agent.nixl.remove_remote_agent(self._owner)

@@ -1,0 +1,49 @@
+"""A second pair of hands for work on blocks in the CPU's memory: copies and digests, a block at a time.
+
+One thread helps whichever thread has the work. Both take the next item until none is left, so that a helper which the
+system keeps waiting costs at most one item's time. The functions that are called must release the interpreter, as
+numpy's copies and xxhash do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+ALONE = 2  # items that are not worth waking anybody
+
+
+class Hands:
+    def __init__(self) -> None:
+        self._helper = ThreadPoolExecutor(1, "hands")
+
+    def each(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+        """`work` of every item, in order. Returns when neither thread is at any of them; raises what `work` raised."""
+        if len(items) <= ALONE:
+            return [work(item) for item in items]
+        todo = deque(enumerate(items))
+        results: dict[int, Result] = {}
+
+        def some() -> None:
+            while todo:
+                try:
+                    number, item = todo.popleft()
+                except IndexError:  # the other one was quicker
+                    return
+                results[number] = work(item)
+
+        helping = self._helper.submit(some)
+        try:
+            some()
+        finally:
+            todo.clear()
+            helping.result()
+        return [results[number] for number in range(len(items))]
+
+    def close(self) -> None:
+        self._helper.shutdown(wait=False)
