@@ -41,7 +41,7 @@ class CudaKVCache:
         assert 0 <= block < self.num_blocks, f"block {block} is not in [0, {self.num_blocks})"
         return self._raw[block].cpu().numpy().data
 
-    def write(self, block: int, offset: int, data: bytes) -> None:
+    def write(self, block: int, offset: int, data: bytes | memoryview) -> None:
         """In place when it returns."""
         assert 0 <= block < self.num_blocks, f"block {block} is not in [0, {self.num_blocks})"
         source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
