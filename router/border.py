@@ -81,7 +81,7 @@ def incoming(context: grpc.aio.ServicerContext) -> Any:
     """The trace that the caller's span belongs to."""
     from wire.tracing import Incoming
 
-    sent = dict(context.invocation_metadata() or ())
+    sent = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     return Incoming.of(sent.get("traceparent"), sent.get("tracestate"))
 
 

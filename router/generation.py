@@ -64,6 +64,7 @@ class Generation:
         self._submitted_at = time.monotonic()
         self._last_at: dict[int, float] = {}  # when each choice's last tokens came
         self._submitted = 0
+        self._under_way = False
         self._running = checked.params.n
         self._answers = [
             Answer(model.tokenizer, prompt.token_ids, checked.params, checked.output, checked.resume)
@@ -98,6 +99,7 @@ class Generation:
             self._submitted += 1
             if index == 0:
                 self._seed = self._call.seed(0)
+        self._under_way = True
         self._counts.started(len(self._prompt.token_ids))
 
     async def pieces(self, chunking: Chunking) -> Sequence[tuple[int, Piece]]:
@@ -122,6 +124,8 @@ class Generation:
         self._call.close()
         self._counts.left(self._submitted - len(self._outcomes))
         self._submitted = len(self._outcomes)
+        if not self._under_way:
+            return  # it was refused: whoever says so ends the trace too
         usage = (len(self._prompt.token_ids), sum(answer.tokens for answer in self._answers), self._cached_tokens)
         failed = [outcome.code for outcome in self._outcomes.values() if outcome.code != "OK"]
         error = failed[0] if failed else "" if self.over else "CANCELLED"

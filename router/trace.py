@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from router.actions import Outcome, Times
 from router.validate import ChatPrompt, CheckedRequest
@@ -69,7 +70,7 @@ class CallTrace:
 
 def _asked(checked: CheckedRequest, operation: str, model: str) -> Attributes:
     params = checked.params
-    given = {
+    given: dict[str, Any] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "pagewire",
         "gen_ai.request.model": model,
