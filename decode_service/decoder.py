@@ -163,7 +163,7 @@ class Decoder:
         job = self._job(session, start, now)
         transport = LOCAL if job.slot.lent else self._transport
         job.path = transport
-        job.pull, actions = self.inbox.open(start.ticket, start.key, (), transport, now)
+        job.pull, actions = self.inbox.open(start.ticket, start.key, (), transport, now, start.request_id)
         self._jobs[key] = self._by_slot[job.slot.id] = self._by_pull[job.pull] = job
         self.scheduler.add(job.slot)
         return actions + self._settle(now)

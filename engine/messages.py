@@ -318,6 +318,7 @@ class PullOpen:
     transport: str
     layout_digest: bytes
     window_bytes: int = 0  # how far the owner may run ahead of PullWant's consumption; 0 means its own default
+    request_id: str = ""  # the client's name for it, for the logs
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,13 @@ class Inbox:
     # ---- the decoder's calls ----------------------------------------------------------------------------------
 
     def open(
-        self, ticket: Ticket, key: RequestKey, held_positions: Collection[int], transport: str, now: float
+        self,
+        ticket: Ticket,
+        key: RequestKey,
+        held_positions: Collection[int],
+        transport: str,
+        now: float,
+        request_id: str = "",
     ) -> tuple[int, list[Action]]:
         """A new Pull. `held_positions` are referenced by the decoder already and never asked for."""
         self._last_pull += 1
@@ -131,7 +137,7 @@ class Inbox:
         assert not held or transport != "local", "a local pull takes every block from its owner"
         self._pulls[pull] = _Pull(ticket, key, transport, held, now, now)
         message = PullOpen(
-            ticket.id, key, ticket.owner.incarnation, transport, self.layout_digest, window_bytes=self.window_bytes
+            ticket.id, key, ticket.owner.incarnation, transport, self.layout_digest, self.window_bytes, request_id
         )
         return pull, [OpenPull(pull, ticket.owner.address, message)]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -48,7 +49,7 @@ from wire.codec import (
     readable,
 )
 from wire.liveness import HEARTBEAT_S, SILENCE_S, TICK_S, Liveness
-from wire.logs import get_logger
+from wire.logs import about, get_logger
 from wire.pairing import pair_reply_to_pb, pair_request_from_pb
 from wire.session import Outbound
 from wire.tasks import cancel_all
@@ -158,6 +159,7 @@ class _Serving:
     def __init__(self) -> None:
         self.outbound: Outbound[ToPuller | SendBlock] = Outbound()
         self.core: PullOwner | None = None
+        self.request_id = ""
         self.export: Export | None = None  # of the path by which it comes, if that is not the stream
 
 
@@ -268,7 +270,7 @@ class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
             if serving.core is not None:
                 self._act(serving.core, serving.core.pull_closed(pull, time.monotonic()))
             if watch.silent:
-                log.warning("pull_silent", pull=pull)
+                log.warning("pull_silent", pull=pull, request_id=serving.request_id)
             await cancel_all(tasks)
 
     async def _read(self, pull: int, serving: _Serving, requests: AsyncIterator[Any], watch: _Watch) -> str:
@@ -278,6 +280,9 @@ class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
                 watch.heard()
                 said = pull_request_from_pb(message)
                 if serving.core is None:
+                    if isinstance(said, PullOpen):
+                        serving.request_id = said.request_id
+                        about(said.request_id)
                     serving.core = self._core_for(said)
                     serving.export = self._exports.get(said.transport) if isinstance(said, PullOpen) else None
                     if serving.export is not None:
@@ -313,7 +318,7 @@ class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
 class _Stream:
     """One Pull as its puller sees it."""
 
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, receiver: Receiver, request_id: str) -> None:
         self.outbound: Outbound[PullRequest] = Outbound()
         self.receiver = receiver
         self.call: Any = None
@@ -321,6 +326,8 @@ class _Stream:
         self.task: asyncio.Task[None] | None = None
         self.route: Route | None = None
         self.trouble = ""  # why it failed, for the counts
+        self.context = contextvars.copy_context()  # of its tasks: what they log concerns one request
+        self.context.run(about, request_id)
         self.copies: deque[BlockHandle] = deque()
         self.copying: asyncio.Task[None] | None = None
 
@@ -355,10 +362,10 @@ class PullClients:
 
     def carry(self, action: OpenPull | ToOwner | CopyBlock | CloseStream) -> None:
         if isinstance(action, OpenPull):
-            stream = self._streams[action.pull] = _Stream(
-                Receiver(action.pull, self._cache, self._core, digests=self._digests)
-            )
-            stream.task = asyncio.create_task(self._run(action.pull, stream, action.address, action.message))
+            receiver = Receiver(action.pull, self._cache, self._core, digests=self._digests)
+            stream = self._streams[action.pull] = _Stream(receiver, action.message.request_id)
+            running = self._run(action.pull, stream, action.address, action.message)
+            stream.task = asyncio.create_task(running, context=stream.context)
         elif (known := self._streams.get(action.pull)) is None:
             return  # the stream ended meanwhile, and the core knows or is about to
         elif isinstance(action, ToOwner):
@@ -367,7 +374,7 @@ class PullClients:
         elif isinstance(action, CopyBlock):
             known.copies.append(action.handle)
             if known.copying is None:
-                known.copying = asyncio.create_task(self._copy(action.pull, known))
+                known.copying = asyncio.create_task(self._copy(action.pull, known), context=known.context)
         else:
             if action.reason is not None:
                 known.trouble = known.trouble or action.reason.name.lower()

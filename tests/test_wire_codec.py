@@ -103,7 +103,7 @@ steps = st.builds(
 handles = st.lists(st.builds(m.BlockHandle, u32, u32, u32, u64), max_size=4).map(tuple)
 positions = st.lists(u32, max_size=5).map(tuple)
 pull_requests = st.one_of(
-    st.builds(m.PullOpen, u64, keys, u64, texts, st.binary(max_size=8), u32),
+    st.builds(m.PullOpen, u64, keys, u64, texts, st.binary(max_size=8), u32, texts),
     st.builds(m.PullWant, positions),
     st.builds(m.PullCopied, handles),
     st.builds(m.PullDone),

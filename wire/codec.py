@@ -595,6 +595,7 @@ def pull_request_to_pb(request: m.PullRequest) -> wpb.PullRequest:
                     transport=request.transport,
                     layout_digest=request.layout_digest,
                     window_bytes=request.window_bytes,
+                    request_id=request.request_id,
                 )
             )
         case m.PullWant():
@@ -617,6 +618,7 @@ def pull_request_from_pb(pb: wpb.PullRequest) -> m.PullRequest:
                 transport=pb.open.transport,
                 layout_digest=pb.open.layout_digest,
                 window_bytes=pb.open.window_bytes,
+                request_id=pb.open.request_id[:MAX_LABEL],
             )
         case "want":
             return m.PullWant(tuple(pb.want.positions))
