@@ -23,10 +23,11 @@ from engine.backend.launches import RING_HEADER
 from engine.batch import Batch, Row, SampleInput, StepOutput
 from engine.config import EngineConfig
 from engine.cuda_cache import CudaKVCache
+from engine.cuda_logprobs import Reports, launch_reports
 from engine.cuda_state import RING, BatchState, Place
 from engine.models.llama import Llama
 from engine.models.llama_cuda import CudaLlama, DecodeInputs, Piece, Places
-from engine.sampler import prompt_logprobs, sample
+from engine.sampler import sample
 from engine.types import Token, TokenLogprob
 
 _LOGIT_ROWS = 256  # prompt log probabilities are computed in pieces: a row of logits has the vocabulary's width
@@ -56,6 +57,8 @@ class Launched:
     sampled: Tensor | None = None  # on the host once `done`
     reports: list[list[TokenLogprob]] = field(default_factory=list)
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    asked: list[tuple[Sequence[int], Reports]] = field(default_factory=list)  # of the tokens of these rows
+    asked_of_prompts: list[tuple[int, Reports]] = field(default_factory=list)  # a row's, in order
     sums: Tensor | None = None  # of the blocks to be digested, on the host once `done`
     done: torch.cuda.Event | None = None
 
@@ -126,6 +129,10 @@ class CudaRunner:
         launched.done.synchronize()
         batch = launched.batch
         tokens: list[Token | None] = [None] * len(batch.rows)
+        for rows, reports in launched.asked:
+            launched.logprobs.update(zip(rows, reports.read(), strict=True))
+        for row, reports in launched.asked_of_prompts:
+            launched.reports[row] += reports.read()
         if launched.graph is not None:
             self._read_ring(launched, tokens)
         if launched.sampled is not None:
@@ -166,13 +173,12 @@ class CudaRunner:
         last = max(place.index for place in launched.places)
         launched.graph = self._decode(next(bucket for bucket in self.buckets if bucket > last))
         wanting = [
-            (i, place) for i, place in zip(decodes, launched.places, strict=True) if _logprobs(rows[i]) is not None
+            (i, place.index)
+            for i, place in zip(decodes, launched.places, strict=True)
+            if _logprobs(rows[i]) is not None
         ]
-        if wanting:  # the next step overwrites the logits
-            self.gpu.stream.synchronize()
-            for i, place in wanting:
-                token_id, logits = int(state.sampled[place.index]), launched.graph.logits[place.index]
-                launched.logprobs[i] = self._report(logits[None], token_id, _logprobs(rows[i]) or 0)
+        if wanting:
+            self._report(launched, launched.graph.logits, wanting, state.sampled)
 
     def _decode(self, rows: int) -> Graph:
         """Launches one step of the bucket; the first time it is recorded, too."""
@@ -220,7 +226,8 @@ class CudaRunner:
         for i in order:
             row = rows[i]
             if row.prompt_logprobs is not None:
-                launched.reports[i] = self._prompt_logprobs(row, hidden[first : first + len(row.targets)])
+                found = self._prompt_logprobs(row, hidden[first : first + len(row.targets)], row.prompt_logprobs)
+                launched.asked_of_prompts += [(i, reports) for reports in found]
             first += len(row.tokens)
         sampling = [i for i in order if rows[i].sample is not None]
         if not sampling:
@@ -230,10 +237,9 @@ class CudaRunner:
         chosen = self._choose(logits, inputs)
         launched.sampling = sampling
         launched.sampled = self.gpu.to_host(chosen)
-        wanting = [(place, i) for place, i in enumerate(sampling) if _logprobs(rows[i]) is not None]
-        for place, i in wanting:
-            report = self._report(logits[place : place + 1], int(chosen[place]), _logprobs(rows[i]) or 0)
-            launched.logprobs[i] = report
+        wanting = [(i, place) for place, i in enumerate(sampling) if _logprobs(rows[i]) is not None]
+        if wanting:
+            self._report(launched, logits, wanting, chosen)
 
     def _choose(self, logits: Tensor, inputs: Sequence[SampleInput]) -> Tensor:
         """Token ids, int32 on the card. The kernel takes the rows whose logits no parameter changes."""
@@ -260,15 +266,21 @@ class CudaRunner:
                 chosen[i] = token.token_id
         return chosen
 
-    def _prompt_logprobs(self, row: Row, hidden: Tensor) -> list[TokenLogprob]:
-        found: list[TokenLogprob] = []
+    def _prompt_logprobs(self, row: Row, hidden: Tensor, count: int) -> list[Reports]:
+        found: list[Reports] = []
         for first in range(0, len(row.targets), _LOGIT_ROWS):
-            piece = slice(first, first + _LOGIT_ROWS)
-            found += prompt_logprobs(self.model.logits(hidden[piece]), row.targets[piece], row.prompt_logprobs or 0)
+            targets = row.targets[first : first + _LOGIT_ROWS]
+            logits, places = self.model.logits(hidden[first : first + _LOGIT_ROWS]), range(len(targets))
+            tokens, counts = self.gpu.to_device(targets), [count] * len(targets)
+            found.append(launch_reports(self.gpu, logits, places, tokens, counts, by_row=False))
         return found
 
-    def _report(self, logits: Tensor, token_id: int, count: int) -> TokenLogprob:
-        return prompt_logprobs(logits.float(), [token_id], count)[0]
+    def _report(self, launched: Launched, logits: Tensor, wanting: Sequence[tuple[int, int]], tokens: Tensor) -> None:
+        """Of the token that each row (of the batch, of `logits` and `tokens`) samples."""
+        rows, places = zip(*wanting, strict=True)
+        counts = [_logprobs(launched.batch.rows[i]) or 0 for i in rows]
+        reports = launch_reports(self.gpu, logits, places, tokens, counts, by_row=True)
+        launched.asked.append((rows, reports))
 
 
 class _Packed:

@@ -248,6 +248,7 @@ class BatchState:
 
     def kernels(self, dtypes: Sequence[str]) -> list[Launch]:
         found = [launches.sample(self._vocab, 1, dtype) for dtype in dtypes]
+        found += [launches.logprobs(self._vocab, 1, dtype) for dtype in dtypes]
         return [
             *found,
             launches.advance(self._vocab, self._block_size, 1),

@@ -20,7 +20,7 @@ from engine.backend.launches import Ending, Launch
 from engine.backend.nvcc import Kernel
 from engine.batch import SampleInput
 from engine.kv_digest import block_sum
-from engine.sampler import sample
+from engine.sampler import prompt_logprobs, sample
 from engine.types import SamplingParams
 
 _TYPES = {torch.int32: ctypes.c_int32, torch.float32: ctypes.c_float, torch.uint8: ctypes.c_uint8}
@@ -239,6 +239,18 @@ class EmulatedGpu:
             out[r] = torch.einsum("hgn,hnd->hgd", weights, v).flatten()
 
     # ---- sampling -------------------------------------------------------------------------------------------------
+
+    def _logprobs(self, settings: Any, logits: Tensor, rows: Tensor, tokens: Tensor, by_row: int, k: int,
+                  out: Tensor) -> None:  # fmt: skip
+        out.fill_(-1)
+        for r, row in enumerate(rows.tolist()):
+            token = int(tokens[row if by_row else r])
+            (report,) = prompt_logprobs(logits[row : row + 1], [token], k)
+            pairs = [value for candidate in report.top for value in candidate]
+            out[r, 0], out[r, 1] = token, report.rank
+            out[r, 3::2] = torch.tensor(pairs[0::2], dtype=torch.int32)
+            floats = torch.tensor([report.logprob, *pairs[1::2]], dtype=torch.float32)
+            out[r, 2::2] = floats.view(torch.int32)
 
     def _sample(self, settings: Any, logits: Tensor, params: Tensor, positions: Tensor, indices: Tensor,
                 counts: Tensor | None, bias_ids: Tensor | None, bias_values: Tensor | None, bias_width: int,

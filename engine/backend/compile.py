@@ -51,6 +51,7 @@ def step_kernels(config: ModelConfig, dtype: str, block_size: int, arch: str) ->
     yield launches.rope_write(heads, 1, dtype).kernel
     for logits in dict.fromkeys(("float32", dtype)):
         yield launches.sample(config.vocab_size, 1, logits).kernel
+        yield launches.logprobs(config.vocab_size, 1, logits).kernel
     yield launches.advance(config.vocab_size, block_size, 1).kernel
     yield launches.next_changes().kernel
     size = 4 if dtype == "float32" else 2

@@ -207,6 +207,11 @@ def sample(vocab: int, rows: int, dtype: str) -> Launch:
     return Launch(kernel("sample", VOCAB=vocab, DTYPE=DTYPES.index(dtype)), "sample", (rows, 1), 1024)
 
 
+def logprobs(vocab: int, reports: int, dtype: str) -> Launch:
+    """`dtype` is the logits'. Arguments: logits, rows, tokens, whether tokens are by row (int), k (int), out."""
+    return Launch(kernel("logprobs", VOCAB=vocab, DTYPE=DTYPES.index(dtype)), "logprobs", (reports, 1), 1024)
+
+
 def advance(vocab: int, block_size: int, rows: int) -> Launch:
     """Arguments: sampled, ROW_STATE, rows (int), ring, ring_entries (int), step, began or 0."""
     return Launch(_state(vocab, block_size), "advance", (1, 1), min(1024, _over(rows, 32) * 32))
