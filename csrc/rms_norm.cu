@@ -44,14 +44,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// out [rows, HIDDEN] = table[tokens]; an empty row (token below 0) becomes zeros. `began`, if there is one, gets the
-// card's clock in nanoseconds: this is the first kernel of a step.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    embed(const elem* table, const int* tokens, elem* out, unsigned long long* began) {
+// out [rows, HIDDEN] = table[tokens]; an empty row (token below 0) becomes zeros.
+extern "C" __global__ void __launch_bounds__(THREADS) embed(const elem* table, const int* tokens, elem* out) {
     wait_for_inputs();
     let_next_start();
-    if (began != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(*began));
     const int token = tokens[blockIdx.x];
     for (int at = threadIdx.x * VEC; at < HIDDEN; at += THREADS * VEC) {
         Vec v{};

@@ -52,6 +52,7 @@ class Launched:
     step: int = 0
     graph: Graph | None = None
     places: list[Place] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)  # of the places when it was launched
     decodes: list[int] = field(default_factory=list)  # rows of the batch
     sampling: list[int] = field(default_factory=list)
     sampled: Tensor | None = None  # on the host once `done`
@@ -83,8 +84,7 @@ class CudaRunner:
         self._with_graphs = graphs
         self._state = BatchState(gpu, rows, config.max_blocks_per_seq, self.vocab_size, config.block_size)
         self._inputs = DecodeInputs(
-            self._state.tokens, self._state.lengths, Places(self._state.positions, self._state.tables, None),
-            self._state.began,
+            self._state.tokens, self._state.lengths, Places(self._state.positions, self._state.tables, None)
         )  # fmt: skip
         self._graphs: dict[int, Graph] = {}
         self.card_times: deque[tuple[int, int]] = deque(maxlen=1024)  # of recent decode steps: began, ended, in ns
@@ -167,10 +167,11 @@ class CudaRunner:
 
     def _launch_decodes(self, launched: Launched, decodes: list[int]) -> None:
         rows, state = launched.batch.rows, self._state
-        launched.places = state.arrange([rows[i] for i in decodes])
+        launched.places = state.arrange([rows[i] for i in decodes], self._room(len(decodes)))
+        launched.indices = [place.index for place in launched.places]
         launched.decodes, launched.step = decodes, state.step
         state.flush()
-        last = max(place.index for place in launched.places)
+        last = max(launched.indices)
         launched.graph = self._decode(next(bucket for bucket in self.buckets if bucket > last))
         wanting = [
             (i, place.index)
@@ -179,6 +180,13 @@ class CudaRunner:
         ]
         if wanting:
             self._report(launched, launched.graph.logits, wanting, state.sampled)
+
+    def _room(self, rows: int) -> int:
+        """Places for so many. At a bucket's edge rows stay where they are: the next to come would move them again."""
+        for bucket in self.buckets:
+            if rows <= bucket - bucket // 16:
+                return bucket
+        return self._state.max_rows
 
     def _decode(self, rows: int) -> Graph:
         """Launches one step of the bucket; the first time it is recorded, too."""
@@ -208,12 +216,12 @@ class CudaRunner:
         self.card_times.append((began, ended))
         found = entry[RING_HEADER : RING_HEADER + graph.rows].tolist()
         flags = entry[RING_HEADER + graph.rows :].tolist()
-        for i, place in zip(launched.decodes, launched.places, strict=True):
-            did = flags[place.index]
+        for i, place, index in zip(launched.decodes, launched.places, launched.indices, strict=True):
+            did = flags[index]
             if did != 1:
                 self._state.did(place, step, did)
             if did:
-                tokens[i] = self._token(launched, i, found[place.index])
+                tokens[i] = self._token(launched, i, found[index])
 
     # ---- prompts --------------------------------------------------------------------------------------------------
 
@@ -332,11 +340,10 @@ class _Packed:
 
 
 def _buckets(most: int) -> list[int]:
-    """1, 2, 4, 8, 16, ... and the most itself."""
-    found = [1]
-    while found[-1] < most:
-        found.append(min(2 * found[-1], most))
-    return found
+    """1, 2, 4, 8, 16, ..., from 128 on what lies halfway, too, and the most itself."""
+    doubled = {1 << i for i in range(most.bit_length())}
+    halfway = {3 << i for i in range(6, most.bit_length())}
+    return sorted({size for size in doubled | halfway if size < most} | {most})
 
 
 def _logprobs(row: Row) -> int | None:

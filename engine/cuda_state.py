@@ -2,8 +2,8 @@
 
 All of it is one array of ints: tokens, positions, lengths, block tables, end tokens, sampling parameters. A step's
 graph begins by applying the host's changes from a ring of pinned memory and ends by moving every row on, so that the
-host sends a row only when it joins, leaves, or gets a block. A row keeps its place while it runs; the
-lowest free place is next.
+host sends a row only when it joins, leaves, or gets a block. The lowest free place is next; a row keeps its place
+while it runs, or moves down on the card when the batch has shrunk.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,6 +60,9 @@ class BatchState:
         self.places: dict[int, Place] = {}  # by slot
         self._vocab, self._block_size = vocab_size, block_size
         self._free = list(range(max_rows))
+        self._widths = dict.fromkeys(("tokens", "positions", "lengths", "indices", "remaining", "ends", "counted"), 1)
+        self._widths |= {"tables": max_blocks, "end_ids": _MOST_ENDS, "params": _PARAMS}
+        self._widths |= {"bias_ids": MAX_LOGIT_BIAS, "bias_values": MAX_LOGIT_BIAS}
         self._at = self._offsets(max_rows)
         self._state = torch.zeros(self._at["end"], dtype=torch.int32, device=gpu.device)
         self.tokens, self.positions, self.lengths, self.indices, self.remaining, self.ends, self.counted = (
@@ -86,11 +90,8 @@ class BatchState:
     def _offsets(self, rows: int) -> dict[str, int]:
         """Of each array, in ints; all begin at multiples of 16, because parameters hold 64-bit numbers."""
         found, end = {}, 0
-        sizes = dict.fromkeys(("tokens", "positions", "lengths", "indices", "remaining", "ends", "counted"), rows)
-        sizes |= {"tables": rows * self.width, "end_ids": rows * _MOST_ENDS, "params": rows * _PARAMS}
-        sizes |= {"bias_ids": rows * MAX_LOGIT_BIAS, "bias_values": rows * MAX_LOGIT_BIAS}
-        for name, size in sizes.items():
-            found[name], end = end, end + -(-size // 16) * 16
+        for name, width in self._widths.items():
+            found[name], end = end, end + -(-rows * width // 16) * 16
         return found | {"end": end}
 
     def _view(self, name: str, size: int) -> Tensor:
@@ -98,13 +99,37 @@ class BatchState:
 
     # ---- rows -----------------------------------------------------------------------------------------------------
 
-    def arrange(self, rows: Sequence[Row]) -> list[Place]:
-        """Notes what the card has to be told so that its next step runs exactly these rows; their places."""
+    def arrange(self, rows: Sequence[Row], most: int) -> list[Place]:
+        """Notes what the card has to be told so that its next step runs exactly these rows; their places, all of them
+        below `most`."""
+        assert len(rows) <= most, f"{len(rows)} rows in {most} places"
         coming = {row.slot: row for row in rows}
         for slot, place in list(self.places.items()):
             if (row := coming.get(slot)) is None or not _same(place, row):
                 self._leave(slot)
+        if high := [place for place in self.places.values() if place.index >= most]:
+            self._move(high)
         return [self._arrange(row) for row in rows]
+
+    def _move(self, places: Sequence[Place]) -> None:
+        """To the lowest free places, at once and on the card, which alone knows their newest tokens."""
+        before = [place.index for place in places]
+        after = [heapq.heappop(self._free) for _ in places]
+        spans = [(self._at[name], width) for name, width in self._widths.items()]
+        offsets = [
+            np.concatenate([np.arange(at + index * width, at + (index + 1) * width) for at, width in spans])
+            for index in (*before, *after)
+        ]
+        old, new = self.gpu.to_device(np.stack(offsets)).long().view(2, -1).unbind()
+        self._state[new] = self._state[old]
+        rows = self.gpu.to_device([*before, *after]).long()
+        self.counts[rows[len(before) :]] = self.counts[rows[: len(before)]]
+        for place, index in zip(places, after, strict=True):
+            for name in ("tokens", "positions", "lengths"):  # of the row that left this place
+                self._to.pop(self._at[name] + index, None)
+            self._empty(place.index)
+            heapq.heappush(self._free, place.index)
+            place.index = index
 
     def _arrange(self, row: Row) -> Place:
         sample, place = row.sample, self.places.get(row.slot)
@@ -223,7 +248,9 @@ class BatchState:
 
     def apply_changes(self) -> None:
         """The first launch of a step's graph."""
-        self.gpu.launch(launches.next_changes(), self._state, self._changes, _ENTRY, RING, self.counter, overlap=False)
+        self.gpu.launch(
+            launches.next_changes(), self._state, self._changes, _ENTRY, RING, self.counter, self.began, overlap=False
+        )
 
     def sample(self, logits: Tensor, rows: int) -> None:
         dtype = "float32" if logits.dtype == torch.float32 else str(logits.dtype).removeprefix("torch.")

@@ -100,7 +100,8 @@ class EmulatedGpu:
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
-    def _next_changes(self, settings: Any, state: Tensor, ring: Tensor, ints: int, entries: int, step: Tensor) -> None:
+    def _next_changes(self, settings: Any, state: Tensor, ring: Tensor, ints: int, entries: int, step: Tensor,
+                      began: Tensor) -> None:  # fmt: skip
         self._apply(settings, state, ring.view(-1)[int(step) % entries * ints :])
 
     def _apply(self, settings: Any, state: Tensor, changes: Tensor) -> None:
@@ -163,7 +164,7 @@ class EmulatedGpu:
 
     # ---- layers ---------------------------------------------------------------------------------------------------
 
-    def _embed(self, settings: Any, table: Tensor, tokens: Tensor, out: Tensor, began: Tensor | None) -> None:
+    def _embed(self, settings: Any, table: Tensor, tokens: Tensor, out: Tensor) -> None:
         for r in range(len(out)):
             out[r] = table[int(tokens[r])] if tokens[r] >= 0 else 0
 

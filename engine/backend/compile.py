@@ -20,7 +20,7 @@ from engine.config import ModelConfig
 from engine.loader.random_shapes import SHAPES
 
 _SHARED_PER_MULTIPROCESSOR = {"sm_80": 164 << 10, "sm_90a": 228 << 10}  # bytes
-_ROWS = (1, 16, 32)  # one for each number of 8-row tiles
+_ROWS = (1, 16, 32, 64, 128, 256)  # one for each cut that engine.backend.launches knows
 
 
 def step_kernels(config: ModelConfig, dtype: str, block_size: int, arch: str) -> Iterator[Kernel]:
@@ -38,14 +38,14 @@ def step_kernels(config: ModelConfig, dtype: str, block_size: int, arch: str) ->
             (hidden, q, Ending.RESIDUAL, False),
             (inner, hidden, Ending.SILU, True),
             (hidden, inner, Ending.RESIDUAL, False),
-            (config.vocab_size, hidden, Ending.LOGITS, True),
+            (config.vocab_size, hidden, Ending.LOGITS, False),
         ):
-            if launches.gemv_pays(outputs, inputs, rows, ending):
-                writes = heads if ending is Ending.ROPE else None
-                product = launches.gemv(
-                    outputs, inputs, rows, dtype, ending, norm=norm, heads=writes, clusters=arch != "sm_80"
-                )
-                yield product.kernel
+            writes = heads if ending is Ending.ROPE else None
+            product = launches.product(
+                outputs, inputs, rows, dtype, ending, norm=norm, heads=writes, hopper=arch != "sm_80"
+            )
+            if product is not None:
+                yield product.launch.kernel
     yield launches.rms_norm(hidden, 1, dtype).kernel
     yield launches.silu_mul(inner, 1, dtype).kernel
     yield launches.rope_write(heads, 1, dtype).kernel

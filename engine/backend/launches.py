@@ -178,6 +178,140 @@ def gemv_shape(outputs: int, inputs: int, rows: int, ending: Ending, clusters: b
     return GemvShape(min(2, tiles), across, 8, 3 if across == 1 else 2)
 
 
+@dataclass(frozen=True, slots=True)
+class SkinnyShape:
+    """How skinny.cu cuts a product: rows of x and 64-row tiles of the weight per block, warpgroups that share the
+    tiles, stages of K that are under way, blocks that share K, and the 64s of K in a stage."""
+
+    columns: int
+    tiles: int
+    groups: int
+    stages: int
+    split: int = 1
+    depth: int = 1
+
+    @property
+    def inputs(self) -> int:
+        """Of one stage of all blocks that share K."""
+        return 64 * self.depth * self.split
+
+    @property
+    def shared(self) -> int:
+        """Bytes: the ring of stages, which the sums replace at the end, at a multiple of 1024."""
+        ring = self.stages * self.depth * (self.tiles * 64 + self.columns) * 128
+        return 1024 + max(ring, 4 * self.columns * (self.tiles * 64 + 4))
+
+
+def skinny(
+    outputs: int,
+    inputs: int,
+    rows: int,
+    dtype: str,
+    ending: Ending,
+    shape: SkinnyShape,
+    *,
+    norm: bool = False,
+    heads: Heads | None = None,
+) -> Launch:
+    """Like gemv, for a card of 9.0 and more rows; with `norm` its gain is in the weight already.
+
+    Arguments: tensor maps of w (boxes of weight_box(ending, shape) rows) and x (of shape.columns), bias or 0, out, rows
+    (int), outputs (int), stages of a block (int), eps (float) and, with ROPE, ROPE_ARGS.
+    """
+    assert (ending is Ending.ROPE) == (heads is not None), "heads are for ROPE, which needs them"
+    assert inputs % shape.inputs == 0 and outputs % 4 == 0, f"{inputs} inputs do not split"
+    settings = {
+        "COLS": shape.columns,
+        "TILES": shape.tiles,
+        "GROUPS": shape.groups,
+        "STAGES": shape.stages,
+        "DEPTH": shape.depth,
+        "SPLIT": shape.split,
+        "NORM": int(norm),
+        "EPILOGUE": int(ending),
+        "DTYPE": DTYPES.index(dtype),
+    }
+    if heads is not None:
+        settings |= heads.settings
+    across = _over(outputs, shape.tiles * (32 if ending is Ending.SILU else 64))
+    grid = (shape.split * _over(rows, shape.columns), across)
+    return Launch(kernel("skinny", **settings), "skinny", grid, 128 * shape.groups + 32, shape.shared)
+
+
+def weight_box(ending: Ending, shape: SkinnyShape) -> int:
+    """Rows of the weight that one copy brings."""
+    return 32 if ending is Ending.SILU and shape.tiles == 1 else 64
+
+
+def skinny_shape(outputs: int, inputs: int, rows: int, ending: Ending, dtype: str) -> SkinnyShape | None:
+    """The cut for a product on a card of 9.0, or None where gemv.cu or cuBLAS is faster; measured on an H200."""
+    if dtype == "float32" or inputs % 64 != 0 or outputs % 64 != 0:
+        return None
+    if inputs < 2048:
+        return _narrow_shape(inputs, rows, ending)
+    if ending is Ending.LOGITS:
+        return SkinnyShape(32, 2, 2, 5) if 8 < rows <= 32 else None
+    if rows <= (16 if ending is Ending.ROPE else 8) or rows > 128 or inputs % 256 != 0:
+        return None
+    columns = max(16, 1 << (rows - 1).bit_length())
+    if ending is Ending.RESIDUAL:
+        stages, depth = {16: (8, 2), 32: (8, 2), 64: (6, 2), 128: (8, 1)}[columns]
+        return SkinnyShape(columns, 1, 1, stages, 2, depth)
+    if ending is Ending.SILU:
+        return {16: SkinnyShape(16, 2, 2, 6), 32: SkinnyShape(32, 2, 2, 5), 64: SkinnyShape(64, 2, 2, 4),
+                128: SkinnyShape(128, 4, 2, 4)}[columns]  # fmt: skip
+    if columns == 128:
+        return SkinnyShape(64, 3, 3, 6, 2)
+    return SkinnyShape(columns, 2, 2, 8, 2) if columns == 64 else SkinnyShape(columns, 2, 2, 5, 2, 2)
+
+
+def _narrow_shape(inputs: int, rows: int, ending: Ending) -> SkinnyShape | None:
+    """For few inputs: all of K under way at once, because the time that it takes to begin and to end is everything."""
+    least = {Ending.LOGITS: 8, Ending.RESIDUAL: 32 if inputs < 1024 else 16, Ending.SILU: 16, Ending.ROPE: 32}
+    if rows <= least[ending] or rows > (32 if ending is Ending.LOGITS else 256):
+        return None
+    if ending is Ending.LOGITS:
+        return SkinnyShape(32, 2, 2, 2)
+    split = 2 if ending is Ending.RESIDUAL and inputs % 384 == 0 and inputs >= 1024 else 1
+    chunks = inputs // 64 // split
+    depth = next(depth for depth in (3, 2, 1) if chunks % depth == 0)
+    columns, tiles = (64 if rows > 128 else 32), 1
+    if ending is Ending.SILU:
+        columns, tiles = (16, 1) if rows <= 32 else (columns, 2)
+    if ending is Ending.SILU and columns == 64:
+        depth = 1
+    stages = min(chunks // depth, (200 << 10) // (depth * 128 * (64 * tiles + columns)))
+    return SkinnyShape(columns, tiles, tiles, stages, split, depth)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """How a product is launched: by skinny.cu with its shape, or by gemv.cu."""
+
+    launch: Launch
+    shape: SkinnyShape | None = None
+
+
+def product(
+    outputs: int,
+    inputs: int,
+    rows: int,
+    dtype: str,
+    ending: Ending,
+    *,
+    norm: bool,
+    heads: Heads | None,
+    hopper: bool,
+) -> Product | None:
+    """The fastest of our kernels for a product; None where cuBLAS and the small kernels around it are faster still."""
+    shape = skinny_shape(outputs, inputs, rows, ending, dtype) if hopper else None
+    if shape is not None:
+        return Product(skinny(outputs, inputs, rows, dtype, ending, shape, norm=norm, heads=heads), shape)
+    if gemv_pays(outputs, inputs, rows, ending):
+        return Product(gemv(outputs, inputs, rows, dtype, ending, norm=norm, heads=heads, clusters=hopper))
+    return None
+
+
 def rope_write(heads: Heads, tokens: int, dtype: str) -> Launch:
     """Arguments: qkv, tokens (int), ROPE_ARGS."""
     pieces = (heads.heads + 2 * heads.kv_heads) * heads.head_dim // _per_16_bytes(dtype)
@@ -191,7 +325,7 @@ def rms_norm(hidden: int, rows: int, dtype: str) -> Launch:
 
 
 def embed(hidden: int, rows: int, dtype: str) -> Launch:
-    """Arguments: table, tokens, out, where the card's clock goes or 0."""
+    """Arguments: table, tokens, out."""
     return Launch(_hidden(hidden, dtype), "embed", (rows, 1), 256)
 
 
@@ -224,8 +358,8 @@ def apply(vocab: int, block_size: int, runs: int) -> Launch:
 
 def next_changes() -> Launch:
     """Like apply, from a ring of entries. Arguments: the state's array of ints, ring, ints of an entry (int), entries
-    (int), the counter that `advance` moves on."""
-    return Launch(kernel("next_changes"), "next_changes", (64, 1), 128)
+    (int), the counter that `advance` moves on, where the card's clock goes or 0."""
+    return Launch(kernel("next_changes"), "next_changes", (1, 1), 1024)
 
 
 def count(vocab: int, block_size: int) -> Launch:

@@ -21,6 +21,7 @@ from engine.backend.cuda import Gpu, Long
 from engine.backend.launches import Ending, Heads, Launch
 from engine.kv_cache import TORCH_DTYPES
 from engine.messages import KvLayout
+from engine.models.cuda_products import Products, fold_norms
 from engine.models.llama import Llama, LlamaLayer
 
 # In the order in which they are tried; the last two take what the others refuse, such as float32.
@@ -60,7 +61,6 @@ class DecodeInputs:
     tokens: Tensor  # int32 [rows]
     lengths: Tensor  # int32 [rows]
     places: Places
-    began: Tensor | None  # int64 [1]: gets the card's clock when the step begins
 
 
 class CudaLlama:
@@ -101,6 +101,10 @@ class CudaLlama:
         hidden, inner = config.hidden_size, config.intermediate_size
         self._x, self._h, self._qkv_out, self._attended = map(values, (hidden, hidden, self._qkv, self._q))
         self._gate_up, self._inner = values(2 * inner), values(inner)
+        read = (self._x, self._h, self._attended, self._inner)
+        self._products = Products(gpu, layout.dtype, self._heads, config.rms_norm_eps, read)
+        if gpu.clusters and layout.dtype != "float32":
+            fold_norms(weights)
         self._logits = torch.zeros(max_rows, config.vocab_size, dtype=torch.float32, device=gpu.device)
 
     # ---- prompts --------------------------------------------------------------------------------------------------
@@ -169,39 +173,26 @@ class CudaLlama:
 
     def decode(self, inputs: DecodeInputs, rows: int, pool: Tensor) -> Tensor:
         """Logits [rows, vocabulary] of the first `rows` rows, float32 or of the element type; overwritten next time."""
-        config, weights, places = self.config, self.weights, inputs.places
-        launch, eps = self._gpu.launch, config.rms_norm_eps
+        config, weights, places, launch = self.config, self.weights, inputs.places, self._gpu.launch
         x = self._x[:rows]
         width = places.tables.stride(0)
         plan = Launch(self._planner.kernel, "plan_attention", (1, 1), self._planner.block, 4 * (rows + 1))
         launch(plan, inputs.lengths, places.tables, self._plan, rows, width, config.num_kv_heads,
                self._attention.grid[0])  # fmt: skip
-        launch(launches.embed(config.hidden_size, rows, self.dtype), weights.embed, inputs.tokens, x, inputs.began)
+        launch(launches.embed(config.hidden_size, rows, self.dtype), weights.embed, inputs.tokens, x)
         for index, layer in enumerate(weights.layers):
             self._qkv_step(x, layer, rows, self._rope(places, pool, index))
             launch(self._attention, self._qkv_out, pool[0, index], self._attended, places.tables, self._plan,
                    self._partials, Long(pool.stride(0)), self._qkv, width, rows, config.num_kv_heads,
                    config.head_dim**-0.5, 0.0)  # fmt: skip
             self._add_step(x, self._attended[:rows], layer.out, layer.out_bias)
-            self._mlp_step(x, layer, rows, eps)
-        outputs = config.vocab_size
-        product = self._gemv(outputs, config.hidden_size, rows, Ending.LOGITS, True)
-        if product is not None:
-            launch(product, weights.head.t(), x, weights.norm, None, self._logits, rows, eps, None, 0)
+            self._mlp_step(x, layer, rows)
+        h, outputs = self._normed(x, weights.norm), config.vocab_size
+        if self._products.launch(weights.head, h, None, None, self._logits, Ending.LOGITS):
             return self._logits[:rows]
-        h = self._normed(x, weights.norm)
         logits = self._logits.view(-1).view(x.dtype)[: rows * outputs].view(rows, outputs)
         torch.mm(h, weights.head, out=logits)
         return logits
-
-    def _gemv(self, outputs: int, inputs: int, rows: int, ending: Ending, norm: bool) -> Launch | None:
-        """None where cuBLAS is faster with the small kernels around it."""
-        if not launches.gemv_pays(outputs, inputs, rows, ending):
-            return None
-        heads = self._heads if ending is Ending.ROPE else None
-        return launches.gemv(
-            outputs, inputs, rows, self.dtype, ending, norm=norm, heads=heads, clusters=self._gpu.clusters
-        )
 
     def kernels(self, buckets: Sequence[int]) -> list[Launch]:
         """All launches of decode steps, to be compiled ahead; prompts need no others."""
@@ -213,44 +204,32 @@ class CudaLlama:
                 (hidden, self._q, Ending.RESIDUAL, False),
                 (inner, hidden, Ending.SILU, True),
                 (hidden, inner, Ending.RESIDUAL, False),
-                (config.vocab_size, hidden, Ending.LOGITS, True),
+                (config.vocab_size, hidden, Ending.LOGITS, False),
             ):
-                if (product := self._gemv(outputs, inputs, rows, ending, norm)) is not None:
-                    found.append(product)
+                if (product := self._products.find(outputs, inputs, rows, ending, norm)) is not None:
+                    found.append(product.launch)
         found.append(launches.rms_norm(hidden, 1, self.dtype))
         found.append(launches.rope_write(self._heads, 1, self.dtype))
         found.append(launches.silu_mul(inner, 1, self.dtype))
         return found
 
     def _qkv_step(self, x: Tensor, layer: LlamaLayer, rows: int, rope: bytes) -> None:
-        out, eps = self._qkv_out[:rows], self.config.rms_norm_eps
-        product = self._gemv(self._qkv, x.shape[1], rows, Ending.ROPE, True)
-        if product is not None:
-            weight, norm, bias = layer.qkv.t(), layer.attention_norm, layer.qkv_bias
-            self._gpu.launch(product, weight, x, norm, bias, out, rows, eps, None, 0, rope)
-            return
-        _linear(self._normed(x, layer.attention_norm), layer.qkv, layer.qkv_bias, out)
-        self._gpu.launch(launches.rope_write(self._heads, rows, self.dtype), out, rows, rope)
+        out, bias, norm = self._qkv_out[:rows], layer.qkv_bias, layer.attention_norm
+        if not self._products.launch(layer.qkv, x, norm, bias, out, Ending.ROPE, rope):
+            _linear(self._normed(x, norm), layer.qkv, bias, out)
+            self._gpu.launch(launches.rope_write(self._heads, rows, self.dtype), out, rows, rope)
 
-    def _mlp_step(self, x: Tensor, layer: LlamaLayer, rows: int, eps: float) -> None:
-        inner, width = self._inner[:rows], self.config.intermediate_size
-        product = self._gemv(width, x.shape[1], rows, Ending.SILU, True)
-        if product is not None:
-            weight, norm, bias = layer.gate_up.t(), layer.mlp_norm, layer.gate_up_bias
-            self._gpu.launch(product, weight, x, norm, bias, inner, rows, eps, None, 0)
-        else:
+    def _mlp_step(self, x: Tensor, layer: LlamaLayer, rows: int) -> None:
+        inner, bias, norm = self._inner[:rows], layer.gate_up_bias, layer.mlp_norm
+        if not self._products.launch(layer.gate_up, x, norm, bias, inner, Ending.SILU):
             both = self._gate_up[:rows]
-            _linear(self._normed(x, layer.mlp_norm), layer.gate_up, layer.gate_up_bias, both)
-            self._gpu.launch(launches.silu_mul(width, rows, self.dtype), both, inner, rows)
+            _linear(self._normed(x, norm), layer.gate_up, bias, both)
+            silu = launches.silu_mul(self.config.intermediate_size, rows, self.dtype)
+            self._gpu.launch(silu, both, inner, rows)
         self._add_step(x, inner, layer.down, layer.down_bias)
 
     def _add_step(self, x: Tensor, more: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        rows, inputs = more.shape
-        product = self._gemv(x.shape[1], inputs, rows, Ending.RESIDUAL, False)
-        if product is not None:
-            eps = self.config.rms_norm_eps
-            self._gpu.launch(product, weight.t(), more, None, bias, x, rows, eps, None, 0)
-        else:
+        if not self._products.launch(weight, more, None, bias, x, Ending.RESIDUAL):
             _add_linear(x, more, weight, bias)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:

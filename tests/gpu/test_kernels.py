@@ -75,7 +75,12 @@ def compiled() -> None:
     wanted += [launches.rms_norm(hidden, 1, dtype) for hidden in (576, 4096, 5120) for dtype in DTYPES]
     wanted += [launches.silu_mul(inner, 1, dtype) for inner in (1536, 14336) for dtype in DTYPES]
     wanted += [launches.sample(vocab, 1, dtype) for vocab, dtype in VOCABS]
-    wanted += [launches.advance(1000, 16, 1), launches.copy_blocks(368640, 1), launches.copy_blocks(4096, 1)]
+    wanted += [
+        launches.next_changes(),
+        launches.advance(1000, 16, 1),
+        launches.copy_blocks(368640, 1),
+        launches.copy_blocks(4096, 1),
+    ]
     compile_all(wanted)
 
 
@@ -121,12 +126,10 @@ def test_rms_norm_adds_to_the_residual_and_normalizes(dtype: str, hidden: int, a
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_embedding_gives_the_rows_of_the_tokens_and_zeros_for_empty_rows(dtype: str) -> None:
     table, out = normal(1000, 576, dtype=dtype), poisoned(5, 576, dtype=dtype)
-    began = torch.zeros(1, dtype=torch.int64, device="cuda")
-    run(launches.embed(576, 5, dtype), table, ints([7, 999, -1, 0, 7]), out, began)
+    run(launches.embed(576, 5, dtype), table, ints([7, 999, -1, 0, 7]), out)
     expected = table[torch.tensor([7, 999, 0, 0, 7], device="cuda")].clone()
     expected[2] = 0
     assert torch.equal(out, expected)
-    assert began.item() > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -386,6 +389,24 @@ def test_draws_follow_the_weights() -> None:
 
 
 # ---- state and blocks ---------------------------------------------------------------------------------------------
+
+
+def test_a_steps_changes_come_from_its_own_entry_of_the_ring_however_many_they_are() -> None:
+    for step, runs in ((3, 0), (11, 1), (20, 40), (5, 700)):  # 700: more than one look at the ring brings
+        ring, state = torch.full((8, 1 << 14), -9, dtype=torch.int32).pin_memory(), ints(list(range(20000)))
+        expected = state.clone()
+        entry, head, values = ring[step % 8], [runs], list[int]()
+        for run_number in range(runs):
+            length = random.randrange(1, 9)
+            head += (run_number * 20 + 3, 1 + 3 * runs + len(values), length)
+            new = [random.randrange(1 << 30) for _ in range(length)]
+            expected[run_number * 20 + 3 : run_number * 20 + 3 + length] = ints(new)
+            values += new
+        entry[: len(head) + len(values)] = torch.tensor(head + values, dtype=torch.int32)
+        began = torch.zeros(1, dtype=torch.int64, device="cuda")
+        run(launches.next_changes(), state, ring, 1 << 14, 8, ints([step]), began)
+        torch.cuda.synchronize()
+        assert torch.equal(state, expected) and began.item() > 0
 
 
 def test_advance_moves_rows_on_and_reports_them() -> None:

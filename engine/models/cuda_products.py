@@ -1,0 +1,70 @@
+"""The products of a decode step on CUDA: which of our kernels computes one, and what it is told.
+
+A product comes with all that is before and after it (norm; residual, silu, rotation and KV write) where one of our
+kernels is faster than cuBLAS with the small kernels around it. Owns the tensor maps of weights and workspaces, and the
+norms' gains, which it multiplies into the weights behind them. Launches no cuBLAS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.backend import launches
+from engine.backend.cuda import Gpu
+from engine.backend.launches import Ending, Heads
+from engine.backend.tensor_map import tensor_map
+from engine.models.llama import Llama
+
+
+class Products:
+    """`workspaces` are those that products read, whole: copies of their last rows may reach beyond what is in use."""
+
+    def __init__(self, gpu: Gpu, dtype: str, heads: Heads, eps: float, workspaces: Sequence[Tensor]) -> None:
+        self._gpu, self._dtype, self._heads, self._eps = gpu, dtype, heads, eps
+        self._whole = {tensor.data_ptr(): tensor for tensor in workspaces}
+        self._maps: dict[tuple[int, int, int], bytes] = {}
+
+    def find(self, outputs: int, inputs: int, rows: int, ending: Ending, norm: bool) -> launches.Product | None:
+        heads = self._heads if ending is Ending.ROPE else None
+        return launches.product(
+            outputs, inputs, rows, self._dtype, ending, norm=norm, heads=heads, hopper=self._gpu.clusters
+        )
+
+    def launch(
+        self, weight: Tensor, x: Tensor, norm: Tensor | None, bias: Tensor | None, out: Tensor, ending: Ending,
+        rope: bytes | None = None,
+    ) -> bool:  # fmt: skip
+        """out [rows, ...] from x [rows, inputs] and weight [inputs, outputs]; False where cuBLAS is faster."""
+        rows, (inputs, columns) = x.shape[0], weight.shape
+        outputs = columns // (2 if ending is Ending.SILU else 1)
+        found = self.find(outputs, inputs, rows, ending, norm is not None)
+        if found is None:
+            return False
+        more = () if rope is None else (rope,)
+        if found.shape is None:
+            self._gpu.launch(found.launch, weight.t(), x, norm, bias, out, rows, self._eps, None, 0, *more)
+        else:
+            w_map = self._map(weight.t(), launches.weight_box(ending, found.shape))
+            x_map = self._map(self._whole[x.data_ptr()], found.shape.columns)
+            stages = inputs // found.shape.inputs
+            self._gpu.launch(found.launch, w_map, x_map, bias, out, rows, outputs, stages, self._eps, *more)
+        return True
+
+    def _map(self, matrix: Tensor, box_rows: int) -> bytes:
+        key = matrix.data_ptr(), matrix.shape[0], box_rows
+        if key not in self._maps:
+            self._maps[key] = tensor_map(matrix, box_rows)
+        return self._maps[key]
+
+
+@torch.inference_mode()
+def fold_norms(weights: Llama) -> None:
+    """Multiplies the gains of the layers' norms into the weights behind them, in place, and leaves ones: skinny.cu
+    takes no gains. In 16 bits this rounds once, as multiplying the gain into every row of x would."""
+    for layer in weights.layers:
+        for norm, weight in ((layer.attention_norm, layer.qkv), (layer.mlp_norm, layer.gate_up)):
+            weight.mul_(norm[:, None])
+            norm.fill_(1)
