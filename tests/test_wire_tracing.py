@@ -1,7 +1,10 @@
-"""Tracing as its operator sees it: one trace per request over all processes, and silence where nobody asked for it."""
+"""How an operator follows one request over all processes: by its trace, where somebody asked for one, and by its id in
+every log line.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -77,6 +80,7 @@ def collector() -> Iterator[tuple[Collector, str]]:
 @pytest.fixture(scope="module")
 def traced(collector: tuple[Collector, str], model_cache: Path, tmp_path_factory: Any) -> Iterator[Cluster]:
     environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector[1], "OTEL_BSP_SCHEDULE_DELAY": "100"}
+    environment["PAGEWIRE_LOG_LEVEL"] = "debug"
     with (
         patch.dict(os.environ, environment),
         running_cluster(tmp_path_factory.mktemp("traced"), cache_dir=model_cache) as cluster,
@@ -151,6 +155,55 @@ def test_an_unsampled_trace_leaves_no_span(traced: Cluster, collector: tuple[Col
         answer = stub.Generate(asked, metadata=(("traceparent", f"00-{'d' * 32}-{CALLER}-01"),))
     collector[0].trace("d" * 32, {f"text_completion {answer.model}", "decode"})
     assert not [span for _, span in collector[0].spans if span.trace_id.hex() == "c" * 32]
+
+
+def test_a_requests_id_is_in_each_line_of_each_process_and_its_words_are_in_none(traced: Cluster) -> None:
+    body = {"prompt": "zebra crossing", "max_tokens": 24, "temperature": 0, "ignore_eos": True, "unheard_of": 1}
+    with httpx.Client(base_url=traced.topology.url, trust_env=False, timeout=30) as client:
+        done = client.post("/v1/completions", json=body, headers={"x-request-id": "find me"})
+        refused = client.post("/v1/completions", json=body | {"max_tokens": -1}, headers={"x-request-id": "no 2"})
+        minted = client.post("/v1/completions", json=body)
+    assert done.headers.get_list("x-request-id") == ["find me"] and refused.status_code == 400
+    assert refused.headers["x-request-id"] == "no 2" and len(minted.headers["x-request-id"]) == 32
+    for name in traced.programs:
+        lines = [json.loads(line) for line in traced.written(name).splitlines() if line.startswith("{")]
+        assert all(line["role"] == name.partition("-")[0] and line["timestamp"] for line in lines)
+        mine = {line["event"] for line in lines if line.get("request_id") == "find me"}
+        assert "request_ended" in mine, f"{name} says only {mine}"
+        anonymous = [line for line in lines if line["event"].startswith("request_") and not line.get("request_id")]
+        assert not anonymous, anonymous
+        assert any(line.get("request_id") == minted.headers["x-request-id"] for line in lines)
+        assert "zebra" not in traced.written(name) and str(done.json()["choices"][0]["text"]) not in traced.written(
+            name
+        )
+
+
+def test_stage_times_and_cached_tokens_come_with_the_answer(traced: Cluster) -> None:
+    body = {"prompt": "once more with feeling " * 4, "max_tokens": 4, "ignore_eos": True}
+    names = {f"{stage}_ms" for stage in ("queue", "prefill", "kv_transfer", "decode", "time_to_first_token")}
+    with httpx.Client(base_url=traced.topology.url, trust_env=False, timeout=30) as client:
+        client.post("/v1/completions", json=body)
+        again = client.post("/v1/completions", json=body).json()
+        stream = client.post("/v1/completions", json=body | {"stream": True, "stream_options": {"include_usage": True}})
+    last = json.loads(stream.text.split("data: ")[-2])
+    for answer in (again, last):
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert answer["pagewire"].keys() == names and answer["pagewire"]["time_to_first_token_ms"] > 0
+
+
+def test_what_libraries_log_has_the_same_shape() -> None:
+    code = """
+import logging
+from wire import logs
+logs.configure("router")
+logging.getLogger("uvicorn.error").warning("odd %s", "thing")
+logging.getLogger("uvicorn.error").info("too small to be said")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    line = json.loads(done.stderr)
+    assert (line["event"], line["role"], line["level"], line["logger"]) == (
+        "odd thing", "router", "warning", "uvicorn.error",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
