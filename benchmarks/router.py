@@ -69,7 +69,7 @@ def deployment(model: str, directory: Path, places: int) -> Iterator[Deployment]
         port, http_port = free_port(), free_port()
         argv = [sys.executable, "-m", "router", "--model", model, "--port", str(port), "--http-port", str(http_port)]
         argv += ["--prefill", addresses[0], "--decode", addresses[1], "--max-concurrent-requests", str(places)]
-        argv += ["--exit-with-parent", "--queue", "0"]
+        argv += ["--exit-with-parent"]
         router = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
         stack.callback(router.kill)
         assert router.stdout is not None, "it was started with a pipe"

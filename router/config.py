@@ -49,6 +49,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     given = _parser().read(argv, environ)
     if not given.model:
         raise BadOption("--model is missing: a directory, a .gguf file, a name in the Hugging Face cache, or smollm2")
+    core = RouterConfig()
     targets = [*_targets(Role.PREFILL, given.prefill), *_targets(Role.DECODE, given.decode)]
     return Settings(
         model=given.model,
@@ -66,12 +67,19 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         exit_with_parent=given.exit_with_parent,
         log_level=given.log_level,
         core=RouterConfig(
-            max_concurrent_requests=given.max_concurrent_requests,
-            max_queued_requests=given.queue,
+            max_concurrent_requests=given.max_concurrent_requests or core.max_concurrent_requests,
+            max_queued_requests=_queue(given.queue, given.max_concurrent_requests, core),
             slow_client=given.slow_client,
         ),
         security=security_of(given),
     )
+
+
+def _queue(given: int | None, places: int | None, core: RouterConfig) -> int:
+    """Whoever says how many requests there may be means it: others wait only if that is said too."""
+    if given is not None:
+        return given
+    return core.max_queued_requests if places is None else 0
 
 
 def split_target(target: str) -> tuple[str, int]:
@@ -95,8 +103,16 @@ def _parser() -> Parser:
     add("--api-key", help="what HTTP clients must show; better in PAGEWIRE_API_KEY (default: the deployment's token)")
     add("--prefill", action="append", metavar="HOST:PORT", help="prefill workers (repeat, or separate by commas)")
     add("--decode", action="append", metavar="HOST:PORT", help="decode workers; a name stands for all its addresses")
-    add("--max-concurrent-requests", type=whole(1, 65536), default=core.max_concurrent_requests)
-    add("--queue", type=whole(0, 10**6), default=core.max_queued_requests, help="how many more may wait")
+    add(
+        "--max-concurrent-requests",
+        type=whole(1, 65536),
+        help=f"choices on workers at once; one more is refused, or waits with --queue ({core.max_concurrent_requests})",
+    )
+    add(
+        "--queue",
+        type=whole(0, 10**6),
+        help=f"how many more may wait ({core.max_queued_requests}; none where --max-concurrent-requests is given)",
+    )
     add("--slow-client", type=seconds, default=core.slow_client, help="end who reads nothing this long (%(default)s)")
     add("--default-deadline", type=seconds, default=600.0, help="seconds, where a client sets none (%(default)s)")
     add("--max-deadline", type=seconds, default=3600.0, help="seconds that a request may take (%(default)s)")
