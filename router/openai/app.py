@@ -77,7 +77,13 @@ class Routes:
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         model, request_id = self._front.model(), _request_id(request)
         asked = completion_asked(body, request_id, model)
-        shape = CompletionShape(model.tokenizer, body.logprobs is not None, bool(body.return_token_ids))
+        shape = CompletionShape(
+            model.tokenizer,
+            logprobs=body.logprobs is not None,
+            token_ids=bool(body.return_token_ids),
+            echo=bool(body.echo),
+            prompt_logprobs=body.prompt_logprobs is not None,
+        )
         if body.stream:
             return Stream(self._front, model, asked, shape, request_id, _incoming(request), **_usage_of(body))
         return Reply(self._front, model, asked, shape, request_id, _incoming(request))

@@ -79,8 +79,8 @@ def completion_asked(body: CompletionBody, request_id: str, model: TextModel) ->
         params["max_tokens"] = max(DEFAULT_MAX_TOKENS, body.min_tokens or 0)
     if body.logprobs is not None:
         params["logprobs"] = body.logprobs
-        if body.echo:
-            raise InvalidField("echo", "echo with logprobs is not built yet; prompt_logprobs has those of the prompt")
+        if body.echo:  # the prompt is part of the answer, and its tokens have logprobs like the others
+            params.setdefault("prompt_logprobs", body.logprobs)
     return [
         check_asked(_asked(body, source, params, request_id, echo=bool(body.echo)), model)
         for source in _prompts(body.prompt)
@@ -171,5 +171,3 @@ def _prompts(prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int
 def _check_stream(body: Sampled) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidField("stream_options", "stream_options needs stream to be true")
-    if body.prompt_logprobs is not None and body.stream:
-        raise InvalidField("prompt_logprobs", "prompt_logprobs cannot be streamed: leave stream out")

@@ -94,12 +94,12 @@ class Reply(Response):
                     self._generations[number].consumed(index)
         answer: dict[str, Any] = {**self._head, "choices": []}
         for (number, index), each in sorted(parts.items()):
-            choice = self._shape.choice(self._place(number, index), joined(each))
+            choice = self._shape.choice(self._place(number, index), self._whole(number, joined(each)))
+            if self._shape.prompt_in_choice:
+                choice |= self._shape.of_prompt(self._generations[number])
             answer["choices"].append(choice)
-            if self._shape.kind == "text_completion":
-                self._shape.prompt(choice, self._generations[number])
-        if self._shape.kind != "text_completion":
-            self._shape.prompt(answer, self._generations[0])
+        if not self._shape.prompt_in_choice:
+            answer |= self._shape.of_prompt(self._generations[0])
         answer["usage"] = usage(self._generations)
         answer["pagewire"] = stage_times(self._generations)
         await self._start(send, "application/json")
@@ -110,6 +110,12 @@ class Reply(Response):
         if content_type.startswith("text/"):
             headers.append((b"cache-control", b"no-cache"))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    def _whole(self, number: int, first: Piece) -> Piece:
+        """A choice's first piece, or all of it, with the logprobs of the prompt that it echoes."""
+        if self._shape.echoes_logprobs:
+            first.logprobs[:0] = self._generations[number].prompt_logprobs
+        return first
 
     def _place(self, number: int, index: int) -> int:
         """A choice's index in the answer: all choices of the first prompt come first."""
@@ -155,7 +161,8 @@ class Stream(Reply):
         self._head["object"] = shape.chunk_kind
         self._include_usage = include_usage
         self._usage_always = usage_always
-        # What every chunk begins and ends with, around its one choice.
+        self._begun: set[int] = set()  # choices that have had their first chunk
+        # What every later chunk begins and ends with, around its one choice.
         self._before = b"data: " + encoded(self._head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
@@ -186,10 +193,25 @@ class Stream(Reply):
         """Nothing where the client would learn nothing: text may be held back."""
         if not self._generations[number].shows(piece):
             return b""
-        choice = encoded(self._shape.chunk(self._place(number, index), piece))
+        place = self._place(number, index)
+        if place not in self._begun:
+            self._begun.add(place)
+            return self._first_event(number, place, piece)
+        choice = encoded(self._shape.chunk(place, piece, first=False))
         if self._usage_always:
             return b"".join((self._before, choice, b'],"usage":', encoded(usage(self._generations)), b"}\n\n"))
         return b"".join((self._before, choice, self._after))
+
+    def _first_event(self, number: int, place: int, piece: Piece) -> bytes:
+        choice = self._shape.chunk(place, self._whole(number, piece), first=True)
+        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
+        if self._shape.prompt_in_choice:
+            choice |= self._shape.of_prompt(self._generations[number])
+        elif place == 0:
+            chunk |= self._shape.of_prompt(self._generations[number])
+        if self._include_usage:
+            chunk["usage"] = usage(self._generations) if self._usage_always else None
+        return _event(chunk)
 
 
 def _event(value: dict[str, Any]) -> bytes:

@@ -37,6 +37,11 @@ UNBUILT: Mapping[str, str] = {
     "use_beam_search": _BEAMS,
     "length_penalty": _BEAMS,
     "bad_words": UNIMPLEMENTED_FIELDS["stopping.bad_words"],
+    "allowed_token_ids": "choosing among some tokens alone",
+    "logits_processors": "logits processors",
+    "truncate_prompt_tokens": "truncating a prompt",
+    "prompt_embeds": "embeddings in place of a prompt",
+    "return_tokens_as_token_ids": "token ids in place of texts",
     "priority": UNIMPLEMENTED_FIELDS["priority"],
     "suffix": "filling in the middle",
     "reasoning_effort": "reasoning effort",
@@ -104,6 +109,7 @@ class Sampled(_Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # taken for its senders' sake: tokenizers here add none
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None

@@ -47,33 +47,27 @@ def stage_times(generations: Sequence[Generation]) -> dict[str, float]:
 class ChatShape:
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
     prompt_field = "messages"
+    prompt_in_choice = echoes_logprobs = False
 
     def __init__(self, tokenizer: Tokenizer, logprobs: bool, token_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._token_ids = token_ids
-        self._begun: set[int] = set()
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
         message = {"role": "assistant", "content": piece.text, "refusal": None}
         return self._choice(index, "message", message, piece)
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, piece: Piece, first: bool) -> dict[str, Any]:
         """The role comes with the first content: clients take the first chunk for the first token."""
-        delta: dict[str, Any] = {}
-        if index not in self._begun:
-            self._begun.add(index)
-            delta = {"role": "assistant", "content": ""}
+        delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
         if piece.text:
             delta["content"] = piece.text
         return self._choice(index, "delta", delta, piece)
 
-    def prompt(self, answer: dict[str, Any], generation: Generation) -> None:
-        """What a whole answer says of its prompt; chats have it beside their choices."""
-        if self._token_ids:
-            answer["prompt_token_ids"] = list(generation.prompt_ids)
-        if generation.prompt_logprobs:
-            answer["prompt_logprobs"] = prompt_logprobs(self._tokenizer, generation.prompt_logprobs)
+    def of_prompt(self, generation: Generation) -> dict[str, Any]:
+        """What an answer, or its first chunk, says of its prompt if asked; chats have it beside their choices."""
+        return _of_prompt(self._tokenizer, generation, self._token_ids)
 
     def _choice(self, index: int, name: str, content: dict[str, Any], piece: Piece) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, name: content, "logprobs": None}
@@ -97,11 +91,16 @@ class ChatShape:
 class CompletionShape:
     kind = chunk_kind = "text_completion"
     id_prefix, prompt_field = "cmpl-", "prompt"
+    prompt_in_choice = True
 
-    def __init__(self, tokenizer: Tokenizer, logprobs: bool, token_ids: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, logprobs: bool, token_ids: bool, echo: bool, prompt_logprobs: bool
+    ) -> None:
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._token_ids = token_ids
+        self._prompt_logprobs = prompt_logprobs
+        self.echoes_logprobs = echo and logprobs
         self._offsets: dict[int, int] = {}  # characters of each choice's tokens so far
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -113,14 +112,12 @@ class CompletionShape:
             choice["token_ids"] = piece.tokens
         return choice
 
-    chunk = choice
+    def chunk(self, index: int, piece: Piece, first: bool) -> dict[str, Any]:
+        return self.choice(index, piece)
 
-    def prompt(self, choice: dict[str, Any], generation: Generation) -> None:
-        """What a whole answer says of its prompt; completions have it in each choice."""
-        if self._token_ids:
-            choice["prompt_token_ids"] = list(generation.prompt_ids)
-        if generation.prompt_logprobs:
-            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, generation.prompt_logprobs)
+    def of_prompt(self, generation: Generation) -> dict[str, Any]:
+        """As ChatShape's; completions have it in each choice. An echo has its logprobs among those of the answer."""
+        return _of_prompt(self._tokenizer, generation, self._token_ids, self._prompt_logprobs)
 
     def _lists(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         texts = [self._text(each.token_id) for each in logprobs]
@@ -128,7 +125,7 @@ class CompletionShape:
         for text in texts:
             offsets.append(self._offsets.get(index, 0))
             self._offsets[index] = offsets[-1] + len(text)
-        top = [{self._text(each.token_id): each.logprob for each in token.top} for token in logprobs]
+        top = [{self._text(each.token_id): each.logprob for each in token.top} or None for token in logprobs]
         return {
             "tokens": texts,
             "token_logprobs": [each.logprob for each in logprobs],
@@ -141,6 +138,15 @@ class CompletionShape:
 
 
 Shape = ChatShape | CompletionShape
+
+
+def _of_prompt(tokenizer: Tokenizer, generation: Generation, token_ids: bool, logprobs: bool = True) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    if token_ids:
+        told["prompt_token_ids"] = list(generation.prompt_ids)
+    if logprobs and generation.prompt_logprobs:
+        told["prompt_logprobs"] = prompt_logprobs(tokenizer, generation.prompt_logprobs)
+    return told
 
 
 def prompt_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:
