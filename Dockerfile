@@ -43,8 +43,8 @@ RUN python3 -m venv /opt/pagewire
 COPY pyproject.toml requirements.lock wheels* /build/
 WORKDIR /build
 # What changes with every commit comes last, and torch, the largest, first: see the stages below.
-RUN python3 -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep=chr(10))' \
-        > dependencies.txt
+RUN python3 -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+        print(*project["dependencies"], *project["optional-dependencies"]["otel"], sep=chr(10))' > dependencies.txt
 
 FROM build AS build-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -104,14 +104,14 @@ LABEL org.opencontainers.image.title="Pagewire" \
 # Other containers must reach it, so it asks for a token or certificates; --insecure is never a default.
 ENV PAGEWIRE_HOST=0.0.0.0 PAGEWIRE_MODEL=smollm2
 VOLUME /var/lib/pagewire/models
-# gRPC and HTTP of the router; gRPC of prefill and decode.
-EXPOSE 50051 8000 50061 50071
+# gRPC and HTTP of the router, of prefill and of decode.
+EXPOSE 50051 8000 50061 8061 50071 8071
 # Python is process 1 and gets the signal itself: SIGTERM drains, a second one ends at once.
 STOPSIGNAL SIGTERM
 CMD ["python", "-m", "router"]
 # Of the router. A prefill worker's adds --address 127.0.0.1:50061 --service pagewire.v1.PrefillService, as a decode
 # worker's adds its own; docker-compose.yml has them.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 CMD ["pagewire", "health"]
+HEALTHCHECK --interval=10s --timeout=10s --start-period=300s --retries=3 CMD ["pagewire", "health"]
 
 FROM run AS cuda
 COPY --from=build-cuda /opt/pagewire /opt/pagewire
