@@ -35,7 +35,7 @@ log = get_logger("peers")
 
 PAIR_S = 3.0  # for one answer, and for one probe
 FIRST_BYTES = 1 << 20  # of the first probe of a path, which also warms it
-SECOND_S = 0.03  # how long the second, which is measured, should take
+PROBE_S = 0.03  # how long each of the others should take
 RETRY_S = 10.0  # after which an owner without a usable path is asked again
 MAX_PEERS = 64  # owners that are kept; the one that was met first goes when another comes
 GB = 1e9
@@ -235,7 +235,8 @@ class Peers:
         return route
 
     async def _prove(self, owner: Node, route: Route, offered: int) -> None:
-        """Two transfers: the first proves and warms, the second is measured. A stream without probe blocks will do."""
+        """Three transfers: the first proves, the second touches all that the third is then measured on, if it was not
+        the better one. A stream without probe blocks is taken on trust."""
         size, most = self._cache.layout.block_bytes, min(offered, len(self._spare))
         if most < 1:
             if route.source is None and not self._floor:
@@ -243,8 +244,8 @@ class Peers:
             raise NoPath("there are no blocks to prove it with")
         first = max(1, min(most, FIRST_BYTES // size))
         seconds = await self._transfer(owner, route, offered, first)
-        count = max(first, min(most, int(SECOND_S / seconds * first)))
-        seconds = await self._transfer(owner, route, offered, count)
+        count = max(first, min(most, int(PROBE_S / seconds * first)))
+        seconds = min([await self._transfer(owner, route, offered, count) for _ in range(2)])
         route.bytes_per_second = count * size / seconds
 
     async def _transfer(self, owner: Node, route: Route, offered: int, count: int) -> float:
@@ -267,7 +268,8 @@ class Peers:
         finally:
             await clients.close()
         if probe.seconds is None:
-            raise NoPath(f"its probe failed: {next(iter(trial.failures), 'the stream broke')}")
+            why = probe.failed.name.lower() if probe.failed else "the stream ended early"
+            raise NoPath(f"its probe failed: {next(iter(trial.failures), why)}")
         return probe.seconds
 
     def _keep(self, owner: Node, route: Route) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
 
+Given = ParamSpec("Given")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -44,6 +45,10 @@ class Hands:
             todo.clear()
             helping.result()
         return [results[number] for number in range(len(items))]
+
+    def begin(self, work: Callable[Given, Result], *given: Given.args, **more: Given.kwargs) -> Future[Result]:
+        """On the helper alone, after what it was given before."""
+        return self._helper.submit(work, *given, **more)
 
     def close(self) -> None:
         self._helper.shutdown(wait=False)

@@ -33,7 +33,7 @@ _MAGIC = b"pagewire"
 _PEER = struct.Struct("iII")  # pid, uid, gid
 HANDSHAKE_S = 1.0
 MAX_PEERS = 64  # processes that hold one pool
-SLICE_BYTES = 16 << 20
+SLICE_BYTES = 64 << 20
 
 
 def _address(incarnation: int) -> str:

@@ -17,7 +17,9 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +32,9 @@ _OFFER = struct.Struct("<8sQQQ32s")  # magic, address of block 0, device, blocks
 _MAGIC = b"pagenixl"
 _PACKAGES = ("nixl_cu13", "nixl_cu12")  # either will do where no card is used
 POLL_S = (0.00005, 0.0005)  # the first wait for a transfer, doubled until the longest
-SLICE_BYTES = 32 << 20  # of one READ
+SLICE_BYTES = 64 << 20  # of one trip to the copying thread
+GROUP_BYTES = 8 << 20  # of one READ
+AT_ONCE = 1  # READs that are posted before the oldest is waited for, besides it
 ANSWER_S = (0.0005, 0.01)  # how often an owner looks whether it is asked for something: while it is pulled from, else
 PATIENCE_S = 10.0  # after which a transfer is asked to end, and its owner is given up
 HINT = "pip install 'pagewire[nixl]'"
@@ -122,9 +126,9 @@ def available() -> None:
 
 
 def _errors(api: Any) -> tuple[type[Exception], ...]:
-    """What NIXL raises: its exceptions have no base of their own."""
+    """What ends a transfer: NIXL's exceptions have no base of their own, and ours for the states that it reports."""
     named = [value for name, value in vars(api.nixlBind).items() if name.endswith("Error")]
-    return (*named, RuntimeError, ValueError, TypeError)
+    return (*named, CopyFailed, RuntimeError, ValueError, TypeError)
 
 
 def _load() -> Any:
@@ -210,27 +214,42 @@ class NixlSource:
         self.gone = False
 
     def copy(self, cache: Cache, copies: Sequence[Copy]) -> list[int]:
+        """Two groups of blocks are under way at a time, and the one before is digested by the other hand."""
+        most = max(1, GROUP_BYTES // self._agent.block_bytes)
+        groups = [copies[first : first + most] for first in range(0, len(copies), most)]
+        reading: deque[tuple[Sequence[Copy], Any, str]] = deque()
+        digests: list[Future[list[int]]] = []
         try:
-            self._read(copies)
-        except CopyFailed:
-            self.gone = True
-            raise
+            for group in groups:
+                reading.append((group, *self._read(group)))
+                if len(reading) > AT_ONCE:
+                    digests.append(self._landed(cache, reading))
+            while reading:
+                digests.append(self._landed(cache, reading))
         except self._agent.errors as error:
             self.gone = True
+            self._give_up(reading)
             raise CopyFailed(f"NIXL: {_words(error)}") from error
+        return [digest for group in digests for digest in group.result()]
 
-        def digest(each: Copy) -> int:
-            return 0 if each.tokens is None else cache.digest(each.destination, each.position, each.tokens)
-
-        return self._hands.each(digest, copies)
-
-    def _read(self, copies: Sequence[Copy]) -> None:
+    def _read(self, copies: Sequence[Copy]) -> tuple[Any, str]:
         nixl = self._agent.nixl
         here = np.array([each.destination for each in copies], np.int32)
         there = np.array([each.source for each in copies], np.int32)
         self.operations += 1
         transfer = nixl.make_prepped_xfer("READ", self._agent.here, here, self._remote, there)
-        self._finish(transfer, nixl.transfer(transfer))
+        return transfer, nixl.transfer(transfer)
+
+    def _landed(self, cache: Cache, reading: deque[tuple[Sequence[Copy], Any, str]]) -> Future[list[int]]:
+        group, transfer, state = reading.popleft()
+        self._finish(transfer, state)
+        return self._hands.begin(_digests, cache, group)
+
+    def _give_up(self, reading: Iterable[tuple[Sequence[Copy], Any, str]]) -> None:
+        """What is still under way is waited for: only then may its blocks be given back."""
+        for _, transfer, state in reading:
+            with contextlib.suppress(*self._agent.errors):
+                self._finish(transfer, state)
 
     def _finish(self, transfer: Any, state: str) -> None:
         """Waits until no byte can be written any more, however long it takes; then releases the handle."""
@@ -241,7 +260,7 @@ class NixlSource:
             pause = min(2 * pause, POLL_S[1])
             state = nixl.check_xfer_state(transfer)
             if state == "PROC" and (self._ending.is_set() or time.monotonic() > give_up):
-                reason = f"NIXL: no end after {PATIENCE_S:g} s"
+                reason = f"no end after {PATIENCE_S:g} s"
                 if self._cancelled(transfer):
                     raise CopyFailed(reason)
                 if self._ending.is_set():  # the process ends, and its memory with it
@@ -249,7 +268,7 @@ class NixlSource:
                 give_up, pause = time.monotonic() + PATIENCE_S, POLL_S[1]
         nixl.release_xfer_handle(transfer)
         if state != "DONE" or reason:
-            raise CopyFailed(reason or "NIXL: the transfer failed")
+            raise CopyFailed(reason or "the transfer failed")
 
     def _cancelled(self, transfer: Any) -> bool:
         """NIXL ends the transfer if it can; the connection goes too, so that nothing under way finds its way."""
@@ -268,6 +287,10 @@ class NixlSource:
         with contextlib.suppress(*self._agent.errors):  # the owner may be gone, which is why this is closed
             self._agent.nixl.release_dlist_handle(self._remote)
             self._agent.nixl.remove_remote_agent(self._owner)
+
+
+def _digests(cache: Cache, copies: Sequence[Copy]) -> list[int]:
+    return [0 if each.tokens is None else cache.digest(each.destination, each.position, each.tokens) for each in copies]
 
 
 class NixlImport:
