@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PROMPT_TEXT := $(value PROMPT)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-page test-load test-containers image lint format kernels protos install clean
+.PHONY: help demo serve test test-page test-load test-monitoring test-containers image lint format kernels protos install clean
 .DELETE_ON_ERROR:
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make test    unit, property and short end-to-end tests on the CPU"
 	@echo "make test-page    the page of the HTTP port in headless Chromium"
 	@echo "make test-load    guidellm, aiperf, Locust and MLPerf LoadGen against a router and its workers"
+	@echo "make test-monitoring  Debian's Prometheus against a live run: each query of the dashboard has data"
 	@echo "make test-containers  docker-compose up on an image of this tree; Kubernetes manifests by their schemas"
 	@echo "make image   the container image pagewire:cpu; TARGET=cuda makes the other"
 	@echo "make lint    ruff, mypy and buf"
@@ -57,6 +58,10 @@ test-page: $(STAMP)/dev
 
 test-load: $(STAMP)/load $(STAMP)/guidellm $(STAMP)/aiperf
 	$(BIN)/python -m pytest tests/load_tools.py
+
+test-monitoring: $(STAMP)/dev
+	@command -v prometheus promtool >/dev/null || (apt-get update --quiet && $(APT) prometheus) || { echo "$(NO_APT) prometheus"; exit 1; }
+	$(BIN)/python -m pytest tests/monitoring.py
 
 # Needs root, Docker and debootstrap, which it installs by apt; where no engine can run, it says so and skips.
 test-containers: $(STAMP)/dev
