@@ -1,4 +1,4 @@
-"""The owner's side of the hand-off, sans-IO: tickets on blocks, and the one Pull that may take each.
+"""The owner's side of the hand-off, sans-IO: tickets on blocks, and the Pulls that may take each: as many as it says.
 
 An event and a time go in, actions come out. A ticket is freed exactly once, by one FreeTicket or HandOver
 action. Everything sealed and token 0 are replayed to every Pull that opens, so a second decode worker needs
@@ -61,9 +61,13 @@ class _Lease:
     unpulled_since: float
     sealed: dict[int, BlockHandle] = field(default_factory=dict)  # by position
     first: FirstToken | None = None
-    pull: _Pull | None = None
-    placement: int = 0  # the highest that has opened a Pull
+    pulls: dict[int, _Pull] = field(default_factory=dict)  # open, at most as many as consumers are missing
+    placements: list[int] = field(default_factory=list)  # the highest that have opened a Pull, one per consumer
     delivered: int = 0
+
+    @property
+    def missing(self) -> int:
+        return self.ticket.consumers - self.delivered
 
     @property
     def complete(self) -> bool:
@@ -90,7 +94,7 @@ class Outbox:
         self.ignored: Counter[str] = Counter()
         self.refused: Counter[Reason] = Counter()
         self._leases: dict[int, _Lease] = {}
-        self._pulls: dict[int, _Lease] = {}  # open Pulls, each its lease's only one
+        self._pulls: dict[int, _Lease] = {}  # open Pulls
         self._closing: set[int] = set()  # closed by us, the end of their stream not yet reported
 
     def __contains__(self, ticket_id: int) -> bool:
@@ -136,11 +140,11 @@ class Outbox:
             assert position not in lease.sealed, f"position {position} is sealed twice"
             lease.sealed[position] = handle
             fresh.append(handle)
-        pull = lease.pull
-        if pull is None or not fresh:
-            return []
-        pull.queue.extend(handle.position for handle in fresh if handle.position in pull.wanted)
-        return [ToPuller(pull.id, BlocksSealed(tuple(fresh))), *self._send(lease, pull)]
+        actions: list[Action] = []
+        for pull in lease.pulls.values() if fresh else ():
+            pull.queue.extend(handle.position for handle in fresh if handle.position in pull.wanted)
+            actions += [ToPuller(pull.id, BlocksSealed(tuple(fresh))), *self._send(lease, pull)]
+        return actions
 
     def first_token(self, ticket_id: int, first: FirstToken, now: float) -> list[Action]:
         """Token 0, after the last block was sealed (or before, if it ends the request)."""
@@ -151,7 +155,7 @@ class Outbox:
         assert lease.first is None, f"ticket {ticket_id:#x} has two first tokens"
         lease.first = first
         assert lease.complete, f"ticket {ticket_id:#x}: {len(lease.sealed)} of {len(lease.blocks)} blocks sealed"
-        return [ToPuller(lease.pull.id, first)] if lease.pull else []
+        return [ToPuller(pull, first) for pull in lease.pulls]
 
     def revoke(self, ticket_id: int, now: float, reason: Reason = Reason.STALE_TICKET) -> list[Action]:
         """The request is cancelled, failed, or its session is over."""
@@ -164,12 +168,13 @@ class Outbox:
     def adopt(self, ticket_id: int, key: RequestKey) -> list[Action]:
         """`local`: the puller takes the blocks themselves over. The open Pull of this key gets them or nobody does."""
         lease = self._leases.get(ticket_id)
-        if lease is None or lease.pull is None or lease.pull.key != key or not lease.complete:
+        pull = next((pull for pull in lease.pulls.values() if pull.key == key), None) if lease else None
+        if lease is None or pull is None or not lease.complete:
             self.ignored["adopt without a finished ticket"] += 1
             return []
-        pull = lease.pull
         del self._leases[ticket_id]
-        return [HandOver(pull.id, ticket_id, lease.blocks), *self._close(lease)]
+        closing = [action for each in list(lease.pulls.values()) for action in self._close(lease, each)]
+        return [HandOver(pull.id, ticket_id, lease.blocks), *closing]
 
     def tick(self, now: float) -> list[Action]:
         """The reaper: request deadlines, and tickets that nobody pulls."""
@@ -177,7 +182,7 @@ class Outbox:
         for lease in list(self._leases.values()):
             if now >= lease.deadline_at:
                 actions += self._end(lease, Reason.DEADLINE)
-            elif lease.pull is None and now >= lease.unpulled_since + self.ticket_ttl:
+            elif not lease.pulls and now >= lease.unpulled_since + self.ticket_ttl:
                 actions += self._end(lease, Reason.STALE_TICKET)
         return actions
 
@@ -194,14 +199,13 @@ class Outbox:
                 return self._open(pull, message, now)
             self.ignored["message before PullOpen"] += 1
             return self._refuse(pull, RequestKey(0, 0), Reason.INVALID_FIELD, field="open")
-        assert lease.pull is not None, f"pull {pull} is open without its lease"
         match message:
             case PullWant():
-                return self._want(lease, lease.pull, message.positions, now)
+                return self._want(lease, lease.pulls[pull], message.positions, now)
             case PullCopied():
-                return self._copied(lease, lease.pull, message.blocks, now)
+                return self._copied(lease, lease.pulls[pull], message.blocks, now)
             case PullDone():
-                return self._done(lease, lease.pull, now)
+                return self._done(lease, lease.pulls[pull], now)
             case Heartbeat():
                 return []
         self.ignored["second PullOpen"] += 1
@@ -210,17 +214,17 @@ class Outbox:
     def sent(self, pull: int, position: int) -> list[Action]:
         """The driver finished one SendBlock: the window has room for another."""
         lease = self._pulls.get(pull)
-        if lease is None or lease.pull is None or position not in lease.pull.in_flight:
+        if lease is None or position not in lease.pulls[pull].in_flight:
             self.ignored["sent without a block in flight"] += 1
             return []
-        lease.pull.in_flight.discard(position)
-        return self._send(lease, lease.pull)
+        lease.pulls[pull].in_flight.discard(position)
+        return self._send(lease, lease.pulls[pull])
 
     def pull_closed(self, pull: int, now: float) -> list[Action]:
         """The stream is over, whoever ended it. Its ticket stays for another decode worker."""
         self._closing.discard(pull)
         if (lease := self._pulls.pop(pull, None)) is not None:
-            lease.pull = None
+            del lease.pulls[pull]
             lease.unpulled_since = now
         return []
 
@@ -238,12 +242,13 @@ class Outbox:
         # A local puller shares the pool, and its driver numbers its pulls from -1 down: no stream may claim to be one.
         if message.transport not in self.transports and not (message.transport == "local" and pull < 0):
             return self._refuse(pull, key, Reason.UNIMPLEMENTED, field="transport", transport=message.transport)
-        if key.placement < lease.placement:
-            return self._refuse(pull, key, Reason.SUPERSEDED, placement=str(lease.placement))
-        actions = self._close(lease, Reason.SUPERSEDED)
-        lease.placement = key.placement
+        rival = self._rival(lease, key.placement)
+        if rival is not None and rival.key.placement > key.placement or self._late(lease, key.placement):
+            return self._refuse(pull, key, Reason.SUPERSEDED, placement=str(max(lease.placements)))
+        actions = [] if rival is None else self._close(lease, rival, Reason.SUPERSEDED)
+        lease.placements = sorted({*lease.placements, key.placement})[-lease.ticket.consumers :]
         window = min(message.window_bytes or WINDOW_BYTES, WINDOW_BYTES) // max(1, self.block_bytes)
-        lease.pull = _Pull(pull, key, message.transport, max(1, window))
+        lease.pulls[pull] = _Pull(pull, key, message.transport, max(1, window))
         self._pulls[pull] = lease
         actions.append(ToPuller(pull, PullOpened(self.layout_digest)))
         if lease.sealed:
@@ -251,6 +256,16 @@ class Outbox:
         if lease.first is not None:
             actions.append(ToPuller(pull, lease.first))
         return actions
+
+    def _rival(self, lease: _Lease, placement: int) -> _Pull | None:
+        """The open Pull that has to go if one of this placement opens: its own earlier one, or the lowest of all."""
+        pulls = sorted(lease.pulls.values(), key=lambda pull: pull.key.placement)
+        own = [pull for pull in pulls if pull.key.placement == placement]
+        return own[0] if own else pulls[0] if len(pulls) >= lease.missing else None
+
+    def _late(self, lease: _Lease, placement: int) -> bool:
+        """As many higher placements as there are consumers have been here."""
+        return len(lease.placements) >= lease.ticket.consumers and placement < lease.placements[0]
 
     def _want(self, lease: _Lease, pull: _Pull, positions: Sequence[int], now: float) -> list[Action]:
         if len(positions) > len(lease.blocks):  # a message holds millions, and looking at each would stop the loop
@@ -289,9 +304,9 @@ class Outbox:
         if pull.transport == "local" and lease.first is not None and lease.first.finish_reason is None:
             return self.adopt(lease.ticket.id, pull.key)
         lease.delivered += 1
-        actions = self._close(lease)
+        actions = self._close(lease, pull)
         lease.unpulled_since = now
-        if lease.delivered >= lease.ticket.consumers:
+        if lease.missing == 0:
             del self._leases[lease.ticket.id]
             actions.append(FreeTicket(lease.ticket.id, None))
         return actions
@@ -299,11 +314,12 @@ class Outbox:
     def _end(self, lease: _Lease, reason: Reason) -> list[Action]:
         """Frees a ticket that was not delivered."""
         del self._leases[lease.ticket.id]
-        return [*self._close(lease, reason), FreeTicket(lease.ticket.id, reason)]
+        closing = [action for pull in list(lease.pulls.values()) for action in self._close(lease, pull, reason)]
+        return [*closing, FreeTicket(lease.ticket.id, reason)]
 
     def _fail(self, lease: _Lease, pull: _Pull, now: float, **facts: str) -> list[Action]:
         """The peer said nonsense: its Pull ends, its ticket waits for a better one."""
-        self._close(lease)
+        self._close(lease, pull)
         lease.unpulled_since = now
         return self._refuse(pull.id, pull.key, Reason.INVALID_FIELD, **facts)
 
@@ -312,12 +328,9 @@ class Outbox:
         self._closing.add(pull)
         return [ToPuller(pull, Failed(key, reason, reason not in _FINAL, facts)), ClosePull(pull)]
 
-    def _close(self, lease: _Lease, reason: Reason | None = None) -> list[Action]:
-        """Ends the lease's open Pull, if it has one, and tells it why, if there is a reason."""
-        pull = lease.pull
-        if pull is None:
-            return []
-        lease.pull = None
+    def _close(self, lease: _Lease, pull: _Pull, reason: Reason | None = None) -> list[Action]:
+        """Ends one open Pull of the lease, and tells it why, if there is a reason."""
+        del lease.pulls[pull.id]
         del self._pulls[pull.id]
         if reason is not None:
             return self._refuse(pull.id, pull.key, reason)

@@ -137,32 +137,31 @@ class Peers:
         await cancel_all(self._background)
         with contextlib.suppress(NoPath):
             await cancel_all(self._pairing.values())
-        for incarnation in list(self._routes):
-            self._forget(incarnation)
-        await asyncio.gather(*self._background)
+        routes, self._routes = list(self._routes.values()), {}
+        for _, route in routes:
+            await self._end(route)
         for each in self._imports.values():
             await each.close()
         await self.channels.close()
 
-    def _forget(self, incarnation: int) -> None:
-        self._end(self._routes.pop(incarnation)[1])
-
-    def _end(self, route: Route) -> None:
+    async def _end(self, route: Route) -> None:
         """No copy begins any more; the source is closed after the one that is under way."""
-        route.ended = True
-        if route.source is not None:
-            self._begin(_close(route.source, route.thread))
+        if route.source is not None and not route.ended:
+            route.ended = True
+            await asyncio.shield(asyncio.create_task(_close(route.source, route.thread)))
 
     def _outdated(self, route: Route) -> bool:
         if not route.usable:
             return time.monotonic() >= route.met_at + RETRY_S
-        return route.suspect or (route.source is not None and route.source.gone)
+        return route.ended or route.suspect or (route.source is not None and route.source.gone)
 
     # ---- pairing --------------------------------------------------------------------------------------------------
 
     async def _pair(self, owner: Node) -> Route:
         began = time.monotonic()
         before = self._routes.get(owner.incarnation)
+        if before is not None:  # two sources of one owner would get into each other's way
+            await self._end(before[1])
         route = await self._choose(owner)
         if before is not None:  # its counts go on
             old = before[1]
@@ -230,7 +229,7 @@ class Peers:
                 rate, floor = route.bytes_per_second / GB, self._floor / GB
                 raise NoPath(f"{rate:.2f} GB/s, and --min-transfer-gbps asks for {floor:g}")
         except BaseException:
-            self._end(route)
+            await self._end(route)
             raise
         return route
 
@@ -274,10 +273,10 @@ class Peers:
 
     def _keep(self, owner: Node, route: Route) -> None:
         for incarnation, (address, _) in list(self._routes.items()):
-            if address == owner.address:  # the route before this one, or the process before this one
-                self._forget(incarnation)
+            if address == owner.address:  # the process before this one
+                self._begin(self._end(self._routes.pop(incarnation)[1]))
         while len(self._routes) >= MAX_PEERS:
-            self._forget(next(iter(self._routes)))
+            self._begin(self._end(self._routes.pop(next(iter(self._routes)))[1]))
         self._routes[owner.incarnation] = (owner.address, route)
         self.paired += 1
         log.info(

@@ -67,10 +67,12 @@ class Owner:
         self.freed: list[FreeTicket | HandOver] = []
         self.handles: list[BlockHandle] = []  # of the last seal()
 
-    def accept(self, key: RequestKey, num_tokens: int, now: float, deadline_at: float = 1e9) -> Ticket:
+    def accept(
+        self, key: RequestKey, num_tokens: int, now: float, deadline_at: float = 1e9, consumers: int = 1
+    ) -> Ticket:
         count = num_blocks_for(num_tokens, BLOCK_SIZE)
         blocks = self.pool.take(count)
-        ticket = Ticket(mint(self.rng, self.outbox), self.node, num_tokens, count, 60.0)
+        ticket = Ticket(mint(self.rng, self.outbox), self.node, num_tokens, count, 60.0, (), consumers)
         self.tables[ticket.id] = blocks
         self.keys[ticket.id] = (key, num_tokens)
         generations = [self.pool.generation(block) for block in blocks]
@@ -134,6 +136,7 @@ class Puller:
         self.ready: dict[int, Ready | Adopted] = {}
         self.failed: dict[int, Reason] = {}
         self.drained: list[int] = []
+        self.landed: dict[int, list[int]] = {}
         self.paths: dict[int, str] = {}
         self.causes: dict[int, str] = {}
         self.bind_at_once = True
@@ -217,8 +220,8 @@ class Puller:
                     assert sorted(blocks) == sorted(self.bound.pop(pull).values()), "drained blocks are the bound ones"
                     self.pool.give(blocks)
                     self.drained.append(pull)
-                case Landed():
-                    pass
+                case Landed(pull, position):
+                    self.landed.setdefault(pull, []).append(position)
                 case _:
                     rest.append(action)
         return rest
