@@ -16,7 +16,7 @@ from typing import Any
 from engine.types import FinishReason, InvalidField, SamplingParams, Token, TokenLogprob
 from pagewire.answers import PagewireError
 from pagewire.engine_args import EngineArgs, in_python
-from pagewire.local_engine import LocalEngine
+from pagewire.local_engine import Begun, LocalEngine
 from pagewire.outputs import CompletionOutput, RequestMetrics, RequestOutput, by_token
 from router.actions import Outcome, Times
 from router.answer import Answer
@@ -62,6 +62,7 @@ class Job:
         self._choices = [CompletionOutput(index) for index in range(params.n)]
         self._prompt_logprobs: list[Any] | None = None
         self._metrics = RequestMetrics(time.time())
+        self._cached_tokens: int | None = None
         if params.logprobs is not None:
             for choice in self._choices:
                 choice.logprobs, choice.cumulative_logprob = [], 0.0
@@ -85,10 +86,20 @@ class Job:
     def ended(self, index: int) -> bool:
         return self._answers[index].ended
 
+    def begin(self, begun: Begun) -> None:
+        """A choice has its first token; what the first of them tells is told of the request."""
+        if self._cached_tokens is None:
+            self._cached_tokens = begun.cached_tokens
+            scheduled = self._metrics.arrival_time + begun.queued
+            self._metrics = dataclasses.replace(
+                self._metrics, first_scheduled_time=scheduled, time_in_queue=begun.queued
+            )
+
     def accept(self, index: int, token: Token, reason: FinishReason | None, stop_token_id: int | None) -> None:
         answer = self._answers[index]
-        if self._metrics.first_token_time is None:
-            self._metrics = dataclasses.replace(self._metrics, first_token_time=time.time())
+        now = time.time()
+        first = self._metrics.first_token_time or now
+        self._metrics = dataclasses.replace(self._metrics, first_token_time=first, last_token_time=now)
         answer.extend([token], None if reason is None else _outcome(reason, stop_token_id))
         if answer.stopped is not None and not answer.ended:
             answer.extend((), _outcome(FinishReason.STOP))
@@ -122,6 +133,7 @@ class Job:
             over,
             self._prompt_logprobs,
             dataclasses.replace(self._metrics, finished_time=time.time() if over else None),
+            self._cached_tokens,
         )
 
     def _take(self, index: int) -> None:
@@ -253,6 +265,7 @@ class EngineThread:
         for number in running:
             self.engine.cancel(number)
             self.engine.prompt_logprobs.pop(number, None)
+            self.engine.begun.pop(number, None)
         return bool(running)
 
     def _step(self) -> None:
@@ -263,6 +276,8 @@ class EngineThread:
             if (owner := self._owners.get(number)) is None:
                 continue  # it ended in the same step, or was taken back
             job, index = owner
+            if begun := self.engine.begun.pop(number, None):
+                job.begin(begun)
             if reports := self.engine.prompt_logprobs.pop(number, None):
                 job.take_prompt_logprobs(reports)
             stop_token_id = finish_of(token.token_id, token.index, job.params, self._eos)[1] if reason else None

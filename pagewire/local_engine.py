@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.messages import (
     Cancel,
@@ -36,6 +36,13 @@ NO_DEADLINE = 1e9  # seconds
 Produced = tuple[int, Token, FinishReason | None]
 
 
+class Begun(NamedTuple):
+    """What is known of a request with its first token: prompt tokens from the cache, seconds that it waited."""
+
+    cached_tokens: int
+    queued: float
+
+
 @dataclass(slots=True)
 class _Request:
     id: int
@@ -44,13 +51,15 @@ class _Request:
     submitted: float
     log: list[int] = field(default_factory=list)
     attempt: int = 0
+    cached_tokens: int = 0
 
 
 class LocalEngine:
     """A synchronous engine. `runner` is a ModelRunner or a FakeRunner, its cache of config.num_blocks blocks; `config`
     an EngineConfig. (Types of engine are not named here: importing pagewire loads no engine.)
 
-    `prompt_logprobs` has an entry for each request that asked, from its first token on; the caller takes it out.
+    `prompt_logprobs` has an entry for each request that asked, and `begun` one for each, from its first token on; the
+    caller takes it out.
     """
 
     def __init__(self, runner: Any, config: Any, *, seed: int = 0, headroom: int = 2) -> None:
@@ -62,6 +71,7 @@ class LocalEngine:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
         self.prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
+        self.begun: dict[int, Begun] = {}
         self._runner = runner
         self._depth = getattr(runner, "depth", 1)  # steps that it takes before the first is read
         self._flights: deque[tuple[Any, Any, Any]] = deque()  # prompts, running, what the runner gave for them
@@ -204,8 +214,11 @@ class LocalEngine:
     def _on_event(self, event: object, now: float) -> list[Any]:
         match event:
             case PrefillAccepted() if request := self._current(event.key):
+                request.cached_tokens = max(request.cached_tokens, min(event.cached_tokens, len(request.prompt)))
                 return self._place(request, event.key, event.ticket, now)
             case FirstToken() if request := self._current(event.key):
+                if not request.log:
+                    self.begun[request.id] = Begun(request.cached_tokens, event.times.queued)
                 if event.prompt_logprobs:
                     self.prompt_logprobs.setdefault(request.id, event.prompt_logprobs)
                 self._accept(request, event.token, event.finish_reason)

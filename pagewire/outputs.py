@@ -43,11 +43,14 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Unix times in seconds; the last two are None until it comes to that."""
+    """Unix times in seconds, and how long the prompt waited; each is None until it comes to that."""
 
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
+    first_scheduled_time: float | None = None
+    last_token_time: float | None = None
+    time_in_queue: float | None = None
 
 
 @dataclass(slots=True)
@@ -55,6 +58,7 @@ class RequestOutput:
     """A prompt and all that was generated for it so far. `prompt` is None where token ids were given.
 
     `prompt_logprobs` has one entry per prompt token, and None for the first one, which nothing predicts.
+    `num_cached_tokens` of the prompt were not computed again; it is None until the first token.
     """
 
     request_id: str
@@ -64,6 +68,7 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None
 
 
 def by_token(report: TokenLogprob, decode: Callable[[Sequence[int]], str]) -> dict[int, Logprob]:

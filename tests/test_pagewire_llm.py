@@ -367,3 +367,15 @@ async def test_streams_of_an_engine_that_is_shut_down_end_with_an_error(model_ca
     with pytest.raises(PagewireError, match="the engine was closed"):
         async for _ in stream:
             pass
+
+
+def test_an_output_says_what_the_prefix_cache_gave_and_how_long_it_waited(llm: LLM) -> None:
+    prompt = {"prompt_token_ids": list(range(60, 120))}
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    (first,), (again,) = llm.generate(prompt, params), llm.generate(prompt, params)
+    assert first.num_cached_tokens == 0 and again.num_cached_tokens == 48, "the full blocks before the last token"
+    times = again.metrics
+    assert times is not None and times.first_scheduled_time is not None and times.first_token_time is not None
+    assert times.time_in_queue is not None and times.time_in_queue >= 0
+    assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time
+    assert times.last_token_time is not None and times.first_token_time <= times.last_token_time
