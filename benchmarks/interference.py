@@ -47,13 +47,13 @@ from kvtransfer.actions import Action
 from prefill_service.prefiller import Prefiller
 from shared_service.driver import SharedDriver
 from shared_service.pace import SHARE, Pace
+from shared_service.servicer import LEAST_CHUNK, LEAST_CHUNK_ON_CARD, warm_chunks
 from wire import logs
 from wire.observer import Observer
 from wire.session import Outbound
 
 VLLM = {"gap_p50_ms": 8.21, "gap_p99_ms": 61.0, "gap_max_ms": 64.8, "p99_over_p50": 7.4, "ttft_p50_ms": 263}
 BLOCK = 16
-LEAST = 256  # tokens of a chunk on a card
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +124,35 @@ class Feeder:
             request.over.set()
 
 
-class TwoStreams(SharedDriver):
+class Watched(SharedDriver):
+    """Keeps what each step took the host: which it was, its tokens, milliseconds to launch and until it was read."""
+
+    def __init__(self, device: DeviceThread, pace: Pace) -> None:
+        super().__init__(device, pace)
+        self._seen: list[tuple[float, str, int, float]] = []
+        self._launching: dict[Any, float] = {}
+
+    async def _launch(self) -> bool:
+        began = time.monotonic()
+        launched = await super()._launch()
+        if launched and self._turns:
+            self._launching[self._turns[-1]] = 1e3 * (time.monotonic() - began)
+        return launched
+
+    def _learn(self, turn: Any) -> None:
+        kind, before = "step" if turn.stage is self.decode else "chunk", self._reported_at
+        super()._learn(turn)
+        took = self._reported_at - max(turn.at, before)
+        self._seen.append((1e3 * took, kind, turn.tokens, self._launching.pop(turn, 0.0)))
+
+    def slowest(self) -> str:
+        worst = sorted(self._seen, reverse=True)[:4]
+        chunks = sorted(one[3] for one in self._seen if one[1] == "chunk")
+        launch = f"launching a chunk {chunks[len(chunks) // 2]:.1f} ms; " if chunks else ""
+        return launch + ", ".join(f"{kind} of {n}: {took:.0f} ms ({at:.0f})" for took, kind, n, at in worst)
+
+
+class TwoStreams(Watched):
     """For comparison: each stage launches as soon as it can, on a thread and a stream of its own, the prompts' of lower
     priority; the card shares itself out."""
 
@@ -189,6 +217,8 @@ class Bench:
         self.options, self.config = options, config
         self.device, self.other = DeviceThread("shared"), DeviceThread("prompts")
         self._rng = random.Random(0)
+        if options.device == "cuda":
+            warm_chunks(self.prompts, Pace(LEAST_CHUNK_ON_CARD, options.max_num_batched_tokens).sizes)
 
     def ids(self, count: int) -> list[int]:
         return [self._rng.randrange(3, self.vocab) for _ in range(count)]
@@ -205,9 +235,10 @@ class Bench:
             node, layout, self.config, pool, vocab_size=self.vocab, eos_token_ids=eos, rng=random.Random(1),
             digests=False, promises=decoder, depth=depth,
         )  # fmt: skip
-        pace = Pace(LEAST if ahead else 64, self.config.max_num_batched_tokens, share)
-        driver = SharedDriver(self.device, pace) if self.options.streams == 1 else TwoStreams(self.device, pace)
-        driver.decodes(decoder, self.rows, self.rows if ahead else None, Observer("decode"))
+        pace = Pace(LEAST_CHUNK_ON_CARD if ahead else LEAST_CHUNK, self.config.max_num_batched_tokens, share)
+        driver = (TwoStreams if self.options.streams == 2 else Watched)(self.device, pace)
+        clock = (lambda: self.rows.card_times[-1]) if ahead else None
+        driver.decodes(decoder, self.rows, self.rows if ahead else None, Observer("decode"), clock)
         driver.prefills(prefiller, self.prompts, self.prompts if ahead else None, Observer("prefill"))
         if self.options.streams == 2:
             driver.prefill._device = self.other
@@ -236,6 +267,8 @@ class Bench:
                 await one.over.wait()
         assert min(left) > ended - 1, "the steady sequences ended too early: raise --tokens"
         chunk = driver.pace.tokens(True)
+        step, token = 1e3 * driver.pace.step_seconds, 1e6 * driver.pace.token_seconds
+        print(f"    a step {step:.2f} ms, a prompt token {token:.1f} us; slowest {driver.slowest()}", flush=True)
         feeder.stop()
         while not (driver.prefiller.idle and driver.decoder.idle):
             await asyncio.sleep(0.01)

@@ -78,43 +78,43 @@ __device__ __forceinline__ unsigned long long settle_step(const uint4 (&held)[UN
     return sum;
 }
 
-__device__ __forceinline__ void add_up(unsigned long long* total, unsigned long long sum) {
+// The thread block's sum of one step. `scratch` is another one than the step before had: one barrier is enough.
+__device__ __forceinline__ void add_up(unsigned long long* total, unsigned long long sum, unsigned long long* scratch) {
     sum = warp_sum(sum);
-    if (threadIdx.x % WARP == 0) atomicAdd(total, sum);
+    if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = sum;
+    __syncthreads();
+    if (threadIdx.x < WARP) {
+        sum = warp_sum(threadIdx.x < WIDE / WARP ? scratch[threadIdx.x] : 0ull);
+        if (threadIdx.x == 0) atomicAdd(total, sum);
+    }
 }
 
-// The steps of all blocks are shared out evenly, so that any number of thread blocks may be launched: how many is how
-// much of the card the copy may take. While one step is digested and stored, the next one is under way.
+// Thread blocks take the steps of all blocks by turns, so that neighbours read and write neighbouring memory, and any
+// number of them may be launched: how many is how much of the card the copy may take. While one step is digested and
+// stored, the next one is under way, and the ids of the one after it.
 template <bool COPIES>
 __device__ __forceinline__ void digest_steps(unsigned char* to, const unsigned char* from, const int* to_ids,
                                              const int* from_ids, unsigned long long* sums, int count) {
-    const long long all = (long long)count * STEPS;
-    const long long first = all * blockIdx.x / gridDim.x, end = all * (blockIdx.x + 1) / gridDim.x;
-    if (first >= end) return;
-    int i = int(first / STEPS), step = int(first % STEPS);
-    const unsigned char* source = from + size_t(from_ids[i]) * BLOCK_BYTES;
-    unsigned char* target = COPIES ? to + size_t(to_ids[i]) * BLOCK_BYTES : nullptr;
-    unsigned long long sum = 0;
+    __shared__ unsigned long long scratch[2][WIDE / WARP];
+    const int all = count * STEPS, stride = gridDim.x;
+    int at = blockIdx.x;
+    if (at >= all) return;
+    const auto clamped = [&](int step) { return min(step, all - 1) / STEPS; };
+    const unsigned char* source = from + size_t(from_ids[at / STEPS]) * BLOCK_BYTES;
+    int target = COPIES ? to_ids[at / STEPS] : 0;
+    int next_source = from_ids[clamped(at + stride)], next_target = COPIES ? to_ids[clamped(at + stride)] : 0;
     uint4 held[UNROLL], coming[UNROLL];
-    load_step(held, source, step);
-    for (long long left = end - first; left > 0; --left) {
-        const bool ends = step + 1 == STEPS;  // the block
-        unsigned char* next_target = target;
-        if (left > 1) {
-            if (ends) {
-                source = from + size_t(from_ids[i + 1]) * BLOCK_BYTES;
-                if (COPIES) next_target = to + size_t(to_ids[i + 1]) * BLOCK_BYTES;
-            }
-            load_step(coming, source, ends ? 0 : step + 1);
-        }
-        sum = settle_step(held, target, step, sum);
-        if (ends || left == 1) {
-            add_up(sums + i, sum);
-            sum = 0;
-        }
-        i += ends;
-        step = ends ? 0 : step + 1;
+    load_step(held, source, at % STEPS);
+    for (int turn = 0; at < all; at += stride, turn ^= 1) {
+        const int next = at + stride, i = at / STEPS;
+        if (next < all) load_step(coming, from + size_t(next_source) * BLOCK_BYTES, next % STEPS);
+        const int here = target;
         target = next_target;
+        next_source = from_ids[clamped(next + stride)];
+        if (COPIES) next_target = to_ids[clamped(next + stride)];
+        const unsigned long long sum =
+            settle_step(held, COPIES ? to + size_t(here) * BLOCK_BYTES : nullptr, at % STEPS, 0);
+        add_up(sums + i, sum, scratch[turn]);
 #pragma unroll
         for (int j = 0; j < UNROLL; ++j) held[j] = coming[j];
     }

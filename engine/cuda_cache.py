@@ -57,7 +57,7 @@ class CudaKVCache:
             return None
         ids = [ask.block for ask in asked]
         gpu = self._gpu
-        return gpu.to_host(launch_sums(gpu, self._raw, self.layout.block_bytes, ids, 2 * gpu.multiprocessors))
+        return gpu.to_host(launch_sums(gpu, self._raw, self.layout.block_bytes, ids))
 
     def digests(self, asked: Sequence[DigestRequest], launched: Tensor | None) -> list[int]:
         """What `launch_digests` returned, read."""

@@ -7,6 +7,7 @@ sums up what it copies, so that the bytes are read once. Any thread may call it,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -15,56 +16,72 @@ from torch import Tensor
 from engine.backend import launches
 from engine.backend.cuda import Address, Gpu
 
-CTAS = 64  # thread blocks of a copy: they fill a quarter of an H200's multiprocessors
+CTAS = 132  # thread blocks of a copy: on an H200 one for each multiprocessor, of which it takes half the registers
+MOST = 4096  # blocks of one launch
 
 
 class Copies:
-    """Into `pool`, whose blocks have `block_bytes` bytes each."""
+    """Into `pool`, whose blocks have `block_bytes` bytes each. One copy at a time, whoever asks: all of them together
+    have this part of the card."""
 
     def __init__(self, gpu: Gpu, pool: Tensor, block_bytes: int, ctas: int = CTAS) -> None:
         self._gpu = gpu.beside()
         self._pool = pool
         self._block_bytes = block_bytes
+        self._lock = threading.Lock()
+        # Two lists of ids and, behind them, sums of 64 bits each: on the host, where they are zero, and on the card.
+        self._lists = gpu.pinned(4 * MOST)
+        self._found = gpu.pinned(2 * MOST)
+        self._on_card = torch.zeros(4 * MOST, dtype=torch.int32, device=gpu.device)
         self.ctas = ctas
 
     def copy(self, source: int, from_ids: Sequence[int], to_ids: Sequence[int]) -> list[int]:
         """From the pool at address `source`, which this card reaches. Returns once all of it is in place: the sums of
         the bytes that were copied, as engine.kv_digest.block_sum."""
-        gpu, count = self._gpu, len(to_ids)
-        with gpu.on_stream():
-            to, origin, sums = _lists(gpu, to_ids, from_ids)
-            launch = launches.copy_and_digest(self._block_bytes, count, self.ctas)
-            gpu.launch(launch, self._pool, Address(source), to, origin, sums, count, overlap=False)
-            return _read(gpu, sums)
+        found: list[int] = []
+        for first in range(0, len(to_ids), MOST):
+            found += self._sums(to_ids[first : first + MOST], from_ids[first : first + MOST], source)
+        return found
 
     def sums(self, ids: Sequence[int]) -> list[int]:
         """Of blocks that no step writes."""
-        with self._gpu.on_stream():
-            return _read(self._gpu, launch_sums(self._gpu, self._pool, self._block_bytes, ids, self.ctas))
+        found: list[int] = []
+        for first in range(0, len(ids), MOST):
+            found += self._sums(ids[first : first + MOST])
+        return found
+
+    def _sums(self, to_ids: Sequence[int], from_ids: Sequence[int] | None = None, source: int = 0) -> list[int]:
+        gpu, count, size = self._gpu, len(to_ids), self._block_bytes
+        with self._lock, gpu.on_stream():
+            lists, on_card = self._lists[: 4 * count], self._on_card[: 4 * count]
+            numbers = lists.numpy()
+            numbers[:count], numbers[2 * count :] = to_ids, 0
+            numbers[count : 2 * count] = to_ids if from_ids is None else from_ids
+            on_card.copy_(lists, non_blocking=True)
+            to, origin, sums = on_card.split([count, count, 2 * count])
+            if from_ids is None:
+                launch = launches.digest_blocks(size, count, self.ctas)
+                gpu.launch(launch, self._pool, to, sums, count, overlap=False)
+            else:
+                launch = launches.copy_and_digest(size, count, self.ctas)
+                gpu.launch(launch, self._pool, Address(source), to, origin, sums, count, overlap=False)
+            found = self._found[: 2 * count]
+            found.copy_(sums, non_blocking=True)
+            gpu.mark(sleeping=True).synchronize()
+            return whole(found)
 
 
-def launch_sums(gpu: Gpu, pool: Tensor, block_bytes: int, ids: Sequence[int], ctas: int) -> Tensor:
+def launch_sums(gpu: Gpu, pool: Tensor, block_bytes: int, ids: Sequence[int]) -> Tensor:
     """On the stream of `gpu`, after what was launched there: int32 pairs, the halves of each block's sum."""
-    listed, sums = _lists(gpu, ids)
-    gpu.launch(launches.digest_blocks(block_bytes, len(ids), ctas), pool, listed, sums, len(ids), overlap=False)
+    count = len(ids)
+    even = count + count % 2  # sums are 64 bits wide
+    on_card = gpu.to_device([*ids, *[0] * (even - count + 2 * count)])
+    listed, sums = on_card.split([even, 2 * count])
+    launch = launches.digest_blocks(block_bytes, count, 2 * gpu.multiprocessors)
+    gpu.launch(launch, pool, listed, sums, count, overlap=False)
     return sums
 
 
 def whole(sums: Tensor) -> list[int]:
     """What `launch_sums` returned, once it is on the host."""
     return [int(total) & 0xFFFFFFFFFFFFFFFF for total in sums.view(torch.int64).tolist()]
-
-
-def _lists(gpu: Gpu, *lists: Sequence[int]) -> Sequence[Tensor]:
-    """Lists of one length, padded to an even number of ids, and zeroed sums behind them: one copy brings them all."""
-    count = len(lists[0])
-    even = count + count % 2  # sums are 64 bits wide
-    packed = [value for ids in lists for value in (*ids, *[0] * (even - count))]
-    on_card = gpu.to_device([*packed, *[0] * (2 * count)])
-    return on_card.split([*[even] * len(lists), 2 * count])
-
-
-def _read(gpu: Gpu, sums: Tensor) -> list[int]:
-    held = gpu.to_host(sums)
-    gpu.mark(sleeping=True).synchronize()
-    return whole(held)

@@ -106,10 +106,23 @@ class SharedDriver:
         self._turns: deque[_Turn] = deque()  # as the device runs them
         self._last: StageDriver | None = None  # that was launched
         self._reported_at = 0.0
+        self._clock: Callable[[], tuple[int, int]] | None = None
+        self._step_ended = 0  # on the device's clock
+        self._between = 0  # prompt tokens that it computed since
         self._wake = asyncio.Event()
 
-    def decodes(self, core: Decoder, runner: Any, ahead: AheadRunner | None, observer: Observer) -> StageDriver:
+    def decodes(
+        self,
+        core: Decoder,
+        runner: Any,
+        ahead: AheadRunner | None,
+        observer: Observer,
+        clock: Callable[[], tuple[int, int]] | None = None,
+    ) -> StageDriver:
+        """`clock`: when the step that was read last began and ended on the device, in nanoseconds. Without one the
+        host's times are taken, which know of a step's end only when nothing keeps the host from looking."""
         self.decoder = core
+        self._clock = clock
         self.decode = StageDriver(core, runner.step, self._device, ahead, observer, self.apply, _DECODE_SESSIONS)
         return self.decode
 
@@ -186,16 +199,29 @@ class SharedDriver:
         except StepFailed as failure:
             await self._fail(stage, failure)
             return
-        now = time.monotonic()
-        took = now - max(turn.at, self._reported_at)  # one after the other: from the end of the step before
-        self._reported_at = now
-        if stage is self.decode:
-            self.pace.decoded(took)
-        else:
-            self.pace.prefilled(turn.tokens, took)
+        self._learn(turn)
         stage.report(output)
         if stage is self.decode:  # it may have given blocks back
-            self.apply(self.prefiller.admit(now))
+            self.apply(self.prefiller.admit(time.monotonic()))
+
+    def _learn(self, turn: _Turn) -> None:
+        """How long it took: from the end of the step before, as they run one after the other."""
+        now = time.monotonic()
+        took = now - max(turn.at, self._reported_at)
+        self._reported_at = now
+        if turn.stage is self.prefill:
+            if self._clock is None or not any(other.stage is self.decode for other in self._turns):
+                self.pace.prefilled(turn.tokens, took)
+            else:  # the decode step behind it will tell
+                self._between += turn.tokens
+        elif self._clock is None:
+            self.pace.decoded(took)
+        else:
+            began, ended = self._clock()
+            self.pace.decoded((ended - began) / 1e9)
+            if self._between:
+                self.pace.prefilled(self._between, (began - self._step_ended) / 1e9)
+            self._step_ended, self._between = ended, 0
 
     async def _fail(self, stage: StageDriver, failure: StepFailed) -> None:
         """Its steps that were launched after the one that failed are not reported either."""

@@ -2,12 +2,12 @@
 
 A prompt's chunk on a shared card is a gap in everybody's stream, so it is bounded by time, not by tokens: a chunk may
 take SHARE times a decode step, as both were measured last. While nobody decodes, a chunk may be as large as allowed.
+Chunks have few sizes, because libraries prepare for each shape when they first meet it, which may take 0.1 s.
 """
 
 from __future__ import annotations
 
 SHARE = 1.6  # of a decode step: a gap with a chunk in it is 2.6 steps long, and a prompt takes 1.6 times its own time
-GRAIN = 64  # tokens: fewer different sizes, each of which libraries prepare for once
 _STEP_WEIGHT = 0.2  # of the newest decode step in their moving average
 _CHUNK_WEIGHT = 0.5  # of the newest chunk: the further a prompt is, the more a token of it costs
 
@@ -16,8 +16,7 @@ class Pace:
     """`least` and `most` tokens of a chunk: below `least` what a chunk costs in any case would outweigh the rest."""
 
     def __init__(self, least: int, most: int, share: float = SHARE) -> None:
-        self.least = min(least, most)
-        self.most = most
+        self.sizes = _sizes(least, most)
         self.share = share
         self.step_seconds = 0.0
         self.token_seconds = 0.0
@@ -31,11 +30,21 @@ class Pace:
     def tokens(self, decoding: bool) -> int:
         """Of the next step of prompts; `decoding`: somebody waits for its end."""
         if not decoding:
-            return self.most
+            return self.sizes[-1]
         if not self.step_seconds or not self.token_seconds:  # nothing is known: careful
-            return self.least
-        fitting = int(self.share * self.step_seconds / self.token_seconds) // GRAIN * GRAIN
-        return max(self.least, min(fitting, self.most))
+            return self.sizes[0]
+        fitting = self.share * self.step_seconds / self.token_seconds
+        return max((size for size in self.sizes if size <= fitting), default=self.sizes[0])
+
+
+def _sizes(least: int, most: int) -> list[int]:
+    """`least`, and from there on by a half and by a third more until `most`: 256, 384, 512, 768, ..."""
+    found = []
+    size = least
+    while size < most:
+        found += [size] + [size * 3 // 2] * (size * 3 // 2 < most)
+        size *= 2
+    return [*found, most]
 
 
 def _average(old: float, new: float, weight: float) -> float:

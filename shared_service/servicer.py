@@ -7,15 +7,18 @@ here moves nothing (transport `local`). Blocks of other workers come and go as t
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import grpc.aio
 
 from decode_service.decoder import Decoder
 from decode_service.servicer import DecodeServicer
+from engine.batch import Batch, Row, SampleInput
 from engine.blocks import BlockPool
 from engine.device_thread import DeviceThread
 from engine.messages import BlockHandle, Node, TransportOffer
+from engine.types import SamplingParams
 from kvtransfer.driver import Driver
 from kvtransfer.probe import fill
 from kvtransfer.startup import Assemble, Engine, Say, assemble
@@ -56,7 +59,9 @@ class SharedServicer:
         shared = SharedDriver(self._device, Pace(least, config.max_num_batched_tokens))
 
         def decodes(core: Decoder) -> Driver:
-            return shared.decodes(core, engine.runner, engine.ahead, self._decode.observer)
+            rows = engine.ahead
+            clock = None if rows is None else lambda: rows.card_times[-1]
+            return shared.decodes(core, engine.runner, rows, self._decode.observer, clock)
 
         def prefills(core: Prefiller) -> Driver:
             return shared.prefills(core, prompts, None if engine.ahead is None else prompts, self._prefill.observer)
@@ -76,6 +81,7 @@ class SharedServicer:
 
             rows = engine.ahead
             prompts = CudaRunner(rows.model.weights, engine.config, rows.cache, rows.gpu, graphs=False)
+            warm_chunks(prompts, Pace(LEAST_CHUNK_ON_CARD, engine.config.max_num_batched_tokens).sizes)
         spare = engine.spare
         half = len(spare) // 2
         return engine, prompts, fill(engine.runner.cache, spare[:half], secrets.randbits(64)), spare[half:]
@@ -96,3 +102,14 @@ class SharedServicer:
         await self._decode.close()
         await self._prefill.close()
         self._device.close()
+
+
+def warm_chunks(prompts: Any, sizes: Sequence[int]) -> None:
+    """One chunk of each size, and one behind it, before anybody waits for them. Writes into blocks from 0 on."""
+    params, block_size = SamplingParams(temperature=0, seed=0, max_tokens=1), prompts.config.block_size
+    for size in (size for size in sizes if size < prompts.config.max_model_len):
+        ids, blocks = [0] * size, list(range(-(-(size + 1) // block_size)))
+        if len(blocks) > prompts.config.num_blocks:
+            return
+        for start, tokens in ((0, ids), (size // 2, ids[: size // 2])):
+            prompts.step(Batch(rows=[Row(0, tokens, start, blocks, SampleInput(params, 0, ids, []))]))

@@ -21,10 +21,11 @@ from engine.fake_runner import FakeRunner, fake_tokens
 from engine.messages import Node
 from prefill_service.prefiller import Prefiller
 from shared_service.driver import SharedDriver
-from shared_service.pace import GRAIN, Pace
+from shared_service.pace import Pace
 from wire.observer import Observer
 
 BLOCKS, SIZE, VOCAB = 128, 16, 1000
+LEAST = 64  # tokens of a chunk
 
 
 class Runner(FakeRunner):
@@ -103,7 +104,7 @@ def driver_of(runner: Any, pace: Pace, device: DeviceThread, blocks: int = BLOCK
 @asynccontextmanager
 async def running(runner: Any, pace: Pace | None = None, blocks: int = BLOCKS) -> AsyncIterator[Any]:
     device = DeviceThread("shared")
-    driver = driver_of(runner, pace or Pace(GRAIN, 256), device, blocks)
+    driver = driver_of(runner, pace or Pace(LEAST, 256), device, blocks)
     task = asyncio.create_task(driver.run())
     feeder = Tokens(driver)
     try:
@@ -167,7 +168,7 @@ async def test_tokens_are_those_of_every_prompt_whatever_the_company(runner_of: 
 
 async def test_between_two_decode_steps_runs_at_most_one_chunk_of_the_paces_size() -> None:
     runner = Runner(seconds=0.001)
-    pace = Pace(GRAIN, 256)
+    pace = Pace(LEAST, 256)
     async with running(runner, pace) as (driver, feeder):
         steady = feeder.start(prompts(1, 8)[0], 60)
         while len(steady.times) < 3:
@@ -190,7 +191,7 @@ async def test_prompts_alone_are_computed_in_whole_budgets() -> None:
 
 async def test_a_runner_that_is_ahead_gets_steps_and_chunks_by_turns() -> None:
     runner = Ahead()
-    async with running(runner, Pace(GRAIN, GRAIN)) as (driver, feeder):
+    async with running(runner, Pace(LEAST, LEAST)) as (driver, feeder):
         steady = feeder.start(prompts(1, 8)[0], 60)
         while len(steady.times) < 3:
             await asyncio.sleep(0.001)
@@ -234,12 +235,18 @@ async def test_a_prompt_that_waits_for_blocks_is_admitted_as_soon_as_a_step_give
 
 def test_a_chunk_takes_its_share_of_a_step_however_fast_the_device_is() -> None:
     for step, token in ((0.007, 20e-6), (0.05, 1e-3), (0.0005, 5e-6)):
-        pace = Pace(GRAIN, 4096, share=1.5)
+        pace = Pace(LEAST, 4096, share=1.5)
         pace.decoded(step)
         pace.prefilled(1000, 1000 * token)
         tokens = pace.tokens(decoding=True)
-        assert tokens % GRAIN == 0
-        assert step - GRAIN * token <= tokens * token <= 1.5 * step or tokens == GRAIN
+        assert tokens in pace.sizes
+        assert step <= tokens * token <= 1.5 * step or tokens == LEAST
+
+
+def test_chunks_have_few_sizes_a_third_to_a_half_apart() -> None:
+    assert Pace(256, 2048).sizes == [256, 384, 512, 768, 1024, 1536, 2048]
+    assert Pace(64, 100).sizes == [64, 96, 100]
+    assert Pace(256, 100).sizes == [100]
 
 
 def test_a_chunk_is_small_before_anything_is_known_and_whole_while_nobody_decodes() -> None:
