@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PROMPT_TEXT := $(value PROMPT)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-page test-load test-monitoring test-containers image lint format kernels protos install clean
+.PHONY: help demo serve test test-page test-http-schema test-load test-monitoring test-containers image lint format kernels protos install clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make serve   install, start them and keep them up"
 	@echo "make test    unit, property and short end-to-end tests on the CPU"
 	@echo "make test-page    the page of the HTTP port in headless Chromium"
+	@echo "make test-http-schema    made-up requests to the HTTP port, by schemathesis"
 	@echo "make test-load    guidellm, aiperf, Locust and MLPerf LoadGen against a router and its workers"
 	@echo "make test-monitoring  Debian's Prometheus against a live run: each query of the dashboard has data"
 	@echo "make test-containers  docker-compose up on an image of this tree; Kubernetes manifests by their schemas"
@@ -55,6 +56,10 @@ test-page: $(STAMP)/dev
 	@test -x /usr/bin/chromium || $(APT) chromium || { echo "$(NO_APT) chromium"; exit 1; }
 	@$(PIP) install --quiet --constraint requirements.lock playwright
 	$(BIN)/python -m pytest tests/page_in_chromium.py
+
+test-http-schema: $(STAMP)/dev
+	@$(PIP) install --quiet --constraint requirements.lock schemathesis
+	$(BIN)/python -m pytest tests/http_schema.py
 
 test-load: $(STAMP)/load $(STAMP)/guidellm $(STAMP)/aiperf
 	$(BIN)/python -m pytest tests/load_tools.py

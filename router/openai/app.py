@@ -6,7 +6,7 @@ Every rule is validate.py's and every generation goes through front.py, as on gR
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -23,12 +23,14 @@ from router.openai.asked import chat_asked, completion_asked, tokenize_asked, to
 from router.openai.border import Border
 from router.openai.errors import bad_body, encoded, error_response
 from router.openai.reply import Reply, Stream
-from router.openai.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody
+from router.openai.schema import ChatBody, CompletionBody, DetokenizeBody, Refusal, Sampled, TokenizeBody
 from router.openai.shapes import ChatShape, CompletionShape
 from router.status import RequestError
 from router.text.model import TextModel
 from router.validate import check_model, invalid
 from wire.tracing import Incoming
+
+JSON, EVENTS = "application/json", "text/event-stream"
 
 
 def build_app(front: Front, ready: Callable[[], bool], registry: CollectorRegistry, key: str | None) -> FastAPI:
@@ -40,21 +42,33 @@ def build_app(front: Front, ready: Callable[[], bool], registry: CollectorRegist
     app.add_exception_handler(RequestValidationError, _bad_body)
     app.add_exception_handler(HTTPException, _http_error)
     routes = Routes(front, ready, registry)
-    app.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/completions", routes.completions, methods=["POST"], response_model=None)
-    for prefix in ("", "/v1"):
-        app.add_api_route(f"{prefix}/tokenize", routes.tokenize, methods=["POST"], response_model=None)
-        app.add_api_route(f"{prefix}/detokenize", routes.detokenize, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/models", routes.models, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/models/{name:path}", routes.model, methods=["GET"], response_model=None)
-    for path, route in (
-        ("/health", routes.health),
-        ("/ping", routes.health),
-        ("/version", routes.version),
-        ("/metrics", routes.metrics),
+    for method, path, route, *content in (
+        ("POST", "/v1/chat/completions", routes.chat, JSON, EVENTS),
+        ("POST", "/v1/completions", routes.completions, JSON, EVENTS),
+        ("POST", "/tokenize", routes.tokenize, JSON),
+        ("POST", "/v1/tokenize", routes.tokenize, JSON),
+        ("POST", "/detokenize", routes.detokenize, JSON),
+        ("POST", "/v1/detokenize", routes.detokenize, JSON),
+        ("GET", "/v1/models", routes.models, JSON),
+        ("GET", "/v1/models/{name:path}", routes.model, JSON),
+        ("GET", "/health", routes.health),
+        ("GET", "/ping", routes.health),
+        ("GET", "/version", routes.version, JSON),
+        ("GET", "/metrics", routes.metrics, "text/plain"),
     ):
-        app.add_api_route(path, route, methods=["GET"], response_model=None)
+        app.add_api_route(path, route, methods=[method], **_documented(content))
     return app
+
+
+def _documented(content: Sequence[str]) -> dict[str, Any]:
+    """What /openapi.json says of a route's answers: the kinds of content, and that every refusal has one body."""
+    refused: dict[str, Any] = {"model": Refusal, "description": "Refused; the body says why."}
+    answered = {"description": "The answer.", "content": {kind: {} for kind in content}}
+    return {
+        "response_model": None,
+        "response_class": Response,
+        "responses": {200: answered, "4XX": refused, "5XX": refused},
+    }
 
 
 class Routes:

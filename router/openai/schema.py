@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.config import JsonDict
 
 from engine.types import InvalidField
+from router.text.chat import ROLES
 from router.validate import UNIMPLEMENTED_FIELDS
 from wire.logs import get_logger
 
@@ -82,6 +84,21 @@ class _Body(BaseModel):
                 raise InvalidField(name, f"{name} is set, but {UNBUILT[name]} is not built yet")
 
 
+class Fault(BaseModel):
+    """What is wrong, in one sentence; `param` is the field at fault, if one is."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Refusal(BaseModel):
+    """The body of every answer that is none."""
+
+    error: Fault
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -117,8 +134,16 @@ class Sampled(_Body):
     stream_options: StreamOptions | None = None
 
 
+# What router.text.chat takes, for whoever reads /openapi.json; that is where messages are checked.
+_MESSAGE: JsonDict = {
+    "type": "object",
+    "properties": {"role": {"enum": list(ROLES)}, "content": {"type": "string"}},
+    "required": ["role", "content"],
+}
+
+
 class ChatBody(Sampled):
-    messages: list[Any]
+    messages: list[Any] = Field(json_schema_extra={"items": _MESSAGE, "minItems": 1})
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
