@@ -1,7 +1,7 @@
-"""Whatever /openapi.json allows and much that it forbids, made up by schemathesis and sent to a real router and workers.
+"""Whatever /openapi.json allows, and much that it forbids, made up by schemathesis and sent to a real router.
 
-`make test-http-schema` installs it and runs this. No answer may be a 5xx, and each is of the status, content and body that
-the schema documents.
+`make test-http-schema` installs it and runs this. No answer may be a 5xx, and each is of the status, the content and
+the body that the schema documents.
 """
 
 from __future__ import annotations
