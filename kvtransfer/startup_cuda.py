@@ -109,6 +109,7 @@ def _on_cuda(
     config = replace(config, num_blocks=blocks)
     runner.use(CudaKVCache(layout, blocks + probe_blocks(layout), gpu), config)
     phases("compiling kernels and recording graphs", 0.0)
+    runner.cache.zero([0])  # compiles what moves blocks; warm_up does the rest
     runner.warm_up()
     gc.collect()
     gc.freeze()

@@ -7,7 +7,9 @@ touches the engine or the device. It never waits for whoever listens.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -210,6 +212,17 @@ class EngineThread:
             raise
         finally:
             self._loaded.set()
+            self._unload()
+
+    def _unload(self) -> None:
+        """Gives back the memory. What is on a card is taken apart by the thread that made it."""
+        if hasattr(self, "engine"):
+            del self.engine
+        gc.unfreeze()  # frozen when it was started on a card
+        gc.collect()
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def _load(self) -> None:
         from engine.config import ModelError
