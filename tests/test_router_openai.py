@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
+import socket
+import ssl
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,6 +34,8 @@ from wire.security import Security
 ENCODED = make_tokenizer()
 HELLO: Any = [{"role": "user", "content": "hello"}]
 MODEL = "random:tiny"
+PLAIN = Security()
+TLS = Path(__file__).parent / "tls"
 Script = Callable[[Sequence[int], SamplingParams, int], int]
 
 
@@ -57,14 +63,22 @@ def raw(cluster: Cluster) -> Iterator[httpx.Client]:
 
 
 @contextlib.asynccontextmanager
-async def door(front: Front, key: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
-    """The HTTP door of this front, on a port of its own."""
-    http = listen("127.0.0.1", 0, Security())
+async def door(
+    front: Front,
+    key: str | None = None,
+    security: Security = PLAIN,
+    trust: ssl.SSLContext | None = None,
+    buffer: int | None = None,
+) -> AsyncIterator[httpx.AsyncClient]:
+    """The HTTP door of this front, on a port of its own. `buffer`: bytes that the kernel keeps for a connection."""
+    http = listen("127.0.0.1", 0, security)
+    if buffer is not None:
+        http.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
     app = build_app(front.core, front.core.workers.ready, front.counts.registry, key)
-    task = asyncio.create_task(serve(app, http, Security()))
+    task = asyncio.create_task(serve(app, http, security))
     try:
-        url = f"http://127.0.0.1:{http.getsockname()[1]}"
-        async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+        url = f"{'https' if trust else 'http'}://127.0.0.1:{http.getsockname()[1]}"
+        async with httpx.AsyncClient(base_url=url, timeout=10, verify=trust or True) as client:
             yield client
     finally:
         task.cancel()
@@ -187,6 +201,16 @@ def test_models_name_what_is_served(client: openai.OpenAI, raw: httpx.Client) ->
     assert card.id == MODEL and card.object == "model"
     assert client.models.retrieve(MODEL) == card
     assert raw.get(f"/v1/models/{MODEL}").json()["max_model_len"] > 0
+
+
+def test_the_curl_line_of_the_readme_is_answered(cluster: Cluster) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
+    (line,) = re.findall(r"^curl (?:.*\\\n)*.*$", readme, re.MULTILINE)
+    here = line.replace("http://127.0.0.1:8000", cluster.topology.url)
+    assert here != line, "it goes to the router's default port"
+    done = subprocess.run(["bash", "-c", here], capture_output=True, text=True, timeout=60, check=True)
+    (choice,) = json.loads(done.stdout)["choices"]
+    assert choice["message"]["content"] and choice["finish_reason"] in ("length", "stop")
 
 
 # ---- bodies that no client library sends --------------------------------------------------------------------------
@@ -398,6 +422,50 @@ async def test_continuous_usage_is_on_every_chunk(directory: Path) -> None:
         counts = [each["usage"]["completion_tokens"] for each in chunks]
         assert counts == sorted(counts) and counts[0] >= 1 and last["usage"]["completion_tokens"] == 5
         assert last["choices"] == []
+
+
+@pytest.mark.parametrize("shows", [True, False])
+async def test_with_certificates_it_speaks_https_to_who_shows_one_and_to_nobody_else(
+    directory: Path, shows: bool
+) -> None:
+    mutual = Security(cert=TLS / "host.pem", key=TLS / "host.key", ca=TLS / "ca.pem")
+    trust = ssl.create_default_context(cafile=TLS / "ca.pem")
+    if shows:
+        trust.load_cert_chain(TLS / "host.pem", TLS / "host.key")
+    async with running_front(directory, says("abc")) as front, door(front, "k", mutual, trust) as https:
+        asked = {"prompt": "x", "max_tokens": 3, "stream": True}
+        if not shows:
+            with pytest.raises(httpx.TransportError):
+                await https.get("/health")
+            return
+        assert (await https.get("/health")).status_code == 200
+        assert (await https.post("/v1/completions", json=asked)).status_code == 401, "a certificate is no key"
+        answer = await https.post("/v1/completions", json=asked, headers={"Authorization": "Bearer k"})
+        assert "".join(each["choices"][0]["text"] for each in events(answer.text)) == "abc"
+        with pytest.raises(httpx.TransportError):  # whoever speaks plain HTTP to it
+            await https.get(f"http://{https.base_url.host}:{https.base_url.port}/health")
+
+
+async def test_a_client_that_reads_nothing_loses_its_request_and_slows_nobody(directory: Path) -> None:
+    config = RouterConfig(slow_client=0.5)
+    async with (
+        running_front(directory, says("abc"), config=config, step_seconds=0.001) as front,
+        door(front, buffer=8192) as http,
+    ):
+        lazy = socket.socket()
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        lazy.connect(("127.0.0.1", http.base_url.port))
+        # With a long name in every chunk the answer is larger than all that anybody keeps for a connection.
+        body = json.dumps({"prompt": "x", "max_tokens": 500, "stream": True, "logprobs": 0}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: {'n' * 128}\r\nContent-Length: {len(body)}"
+        lazy.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
+        await until(lambda: bool(front.workers.prompts))
+        began = time.monotonic()
+        assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 5})).status_code == 200
+        assert time.monotonic() - began < 1.0
+        await until(lambda: front.driver.dispatcher.idle, 10.0)
+        assert front.driver.dispatcher.ended == {"OK": 1, "RESOURCE_EXHAUSTED": 1}
+        lazy.close()
 
 
 async def test_without_workers_it_is_not_healthy(directory: Path) -> None:
