@@ -42,6 +42,9 @@ def test_ci_runs_the_test_command() -> None:
 def test_every_command_and_flag_that_it_shows_is_there() -> None:
     for command, rest in re.findall(r"pagewire (up|generate|chat|ps|health|version)\b([^`\n]*)", README):
         assert set(re.findall(r"(--[a-z-]+)", rest)) <= flags_of(command), f"pagewire {command}{rest}"
+    for command, rest in re.findall(r"pagewire bench ([a-z]+)\b([^`\n]*)", README):
+        flags = {option for parameter in COMMANDS["bench"].commands[command].params for option in parameter.opts}
+        assert set(re.findall(r"(--[a-z-]+)", rest)) <= flags, f"pagewire bench {command}{rest}"
     table = README.split("## Configuration")[1].split("## ")[0]
     documented = {
         flag for row in re.findall(r"^\| (`--.*?) \|", table, re.MULTILINE) for flag in re.findall(r"--[a-z-]+", row)
