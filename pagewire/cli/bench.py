@@ -102,6 +102,22 @@ def kernels(
     run_kernels(parts or [], json_dir)
 
 
+@bench.command()
+def kv(
+    size: Annotated[str, typer.Option(metavar="BYTES", help="Moved in one round.")] = "64MiB",
+    block: Annotated[str, typer.Option(metavar="BYTES", help="Of one KV block.")] = "2MiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of a path and its raw peer in turn.")] = 15,
+    path: Annotated[
+        list[str] | None, typer.Option(help="memfd, nixl, grpc, cuda_ipc (default: all there are).")
+    ] = None,
+    json_dir: Annotated[Path | None, typer.Option(help="Keep the figures there as JSON.")] = None,
+) -> None:
+    """GB/s and hand-over latency of every way that KV blocks can take on this machine, the raw path beside ours."""
+    from pagewire.cli.bench_local import kv as run_kv
+
+    run_kv(["--size", size, "--block", block, "--rounds", str(rounds)], path or [], json_dir)
+
+
 @bench.command(context_settings=ENVIRONMENT)
 def offline(
     model: Annotated[str, typer.Option(help="As for `pagewire up`.")] = "smollm2",

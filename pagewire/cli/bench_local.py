@@ -1,4 +1,4 @@
-"""`pagewire bench kernels` and `pagewire bench offline`: what is measured in this process, without a server."""
+"""`pagewire bench kernels`, `kv` and `offline`: what is measured in this process, without a server."""
 
 from __future__ import annotations
 
@@ -42,6 +42,29 @@ def kernels(parts: Sequence[str], folder: Path | None) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             argv += ["--json", str(folder / f"{module}.json")]
         import_module(f"benchmarks.{module}").main(argv)
+
+
+def kv(flags: Sequence[str], paths: Sequence[str], folder: Path | None) -> None:
+    """The paths of the CPU's memory, and those of cards where there is one."""
+    known = ("memfd", "nixl", "grpc", "cuda_ipc")
+    if unknown := [path for path in paths if path not in known]:
+        raise CommandFailed(f"there is no path {unknown[0]!r}: it is one of {', '.join(known)}", exit_code=2)
+    import torch
+
+    from benchmarks import transfer
+
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    if on_cpu := [path for path in paths or known if path != "cuda_ipc"]:
+        chosen = [part for path in on_cpu for part in ("--path", path)]
+        transfer.main([*flags, *chosen, *([] if folder is None else ["--json", str(folder / "kv-cpu.json")])])
+    if "cuda_ipc" in (paths or known):
+        if not torch.cuda.is_available():
+            print("cuda_ipc           not here: torch finds no CUDA card")
+            return
+        from benchmarks import transfer_gpu
+
+        transfer_gpu.main([] if folder is None else ["--json", str(folder / "kv-cuda.json")])
 
 
 def offline(settings: Settings, output_json: Path | None, engine: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from engine.messages import KvPath
 from pagewire.answers import ServerInfo, WorkerStatus
 from pagewire.cli.deployment import Topology
 from pagewire.cli.failure import CommandFailed
@@ -21,7 +22,7 @@ from pagewire.client import AsyncClient
 from wire.security import Security
 
 INFO_TIMEOUT = 10.0  # seconds
-_BEST_FIRST = ("memfd", "grpc")
+_BEST_FIRST = ("local", "cuda_ipc", "memfd", "nixl", "grpc")
 
 
 async def print_deployment(topology: Topology, security: Security, log_dir: Path, console: Console) -> None:
@@ -112,8 +113,19 @@ async def ps(address: str, security: Security, *, as_json: bool) -> None:
     print(f"router {address}, version {info.version}, up {info.uptime:.0f} s")
     print(table(rows) if info.workers else "no worker is connected")
     for worker in by_role(info):
+        for path in worker.kv_paths:
+            print(f"{worker.role} {worker.address} {moved(path)}")
         if worker.reason:
             print(f"{worker.role} {worker.address} {worker.reason}")
+
+
+def moved(path: KvPath) -> str:
+    """One path in words, with what went through it."""
+    if not path.transfers and not path.failures:
+        return str(path)
+    failed = ", ".join(f"{count:,} failed: {reason}" for reason, count in sorted(path.failures.items()))
+    counts = f"{path.transfers:,} pulls, {path.bytes:,} bytes"
+    return f"{path}; {counts}, {failed}" if failed else f"{path}; {counts}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
