@@ -95,6 +95,9 @@ class Prometheus:
     def __init__(self, port: int) -> None:
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=5)
 
+    def close(self) -> None:
+        self._client.close()
+
     def ready(self) -> bool:
         try:
             return self._client.get("/-/ready").status_code == 200
@@ -123,13 +126,14 @@ def prometheus(config: Path, folder: Path) -> Iterator[Prometheus]:
             stdout=log,
             stderr=log,
         )
+    server, deadline = Prometheus(port), time.monotonic() + 20
     try:
-        server, deadline = Prometheus(port), time.monotonic() + 20
         while not server.ready():
             assert process.poll() is None and time.monotonic() < deadline, (folder / "prometheus.log").read_text()
             time.sleep(0.1)
         yield server
     finally:
+        server.close()
         process.terminate()
         process.wait(10)
 
@@ -175,7 +179,8 @@ def load(topology: Topology) -> Iterator[None]:
 
 def test_every_query_of_the_dashboard_returns_data_under_load(model_cache: Path, tmp_path: Path) -> None:
     topology = make_topology(cache_dir=model_cache)
-    with running_up(topology), prometheus(local_config(topology, tmp_path), tmp_path) as server, load(topology):
+    config = local_config(topology, tmp_path)
+    with running_up(topology) as (up, _), prometheus(config, tmp_path) as server, load(topology):
         missing, deadline = queries(), time.monotonic() + WARM_SECONDS
         while missing and time.monotonic() < deadline:
             time.sleep(1)
@@ -188,6 +193,9 @@ def test_every_query_of_the_dashboard_returns_data_under_load(model_cache: Path,
                 named = set(re.findall(r"\b(?:pagewire_\w+|up)\b(?=[{\[ )])", rule["expr"]))
                 assert named and named <= server.names(), f"{rule['alert']} asks for {named - server.names()}"
                 assert not server.values(rule["expr"]), f"{rule['alert']} fires while all is well"
+        assert up.stdout
+        line = next(line for line in up.stdout if " running, " in line)  # up's own, each ten seconds
+        assert re.match(r"[1-9]\d* running, \d+ waiting, [\d.]+ prompt tokens/s, [\d.]+ tokens/s, KV use [\d.]+%", line)
 
 
 def _has_data(values: list[float]) -> bool:

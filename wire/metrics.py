@@ -16,10 +16,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
-from wire.logs import get_logger
-
-log = get_logger("metrics")
-
 disable_created_metrics()  # a second series for each, which no dashboard asks for
 
 PREFIX = "pagewire_"
@@ -162,30 +158,27 @@ class Reading:
     kv_use: float = 0.0
 
 
-async def report(look: Callable[[], Reading]) -> None:
+async def report(look: Callable[[], Reading], say: Callable[[str], None]) -> None:
     """A line for each ten seconds in which something was done, and none for the others. Until cancelled."""
     before = look()
     while True:
         await asyncio.sleep(REPORT_S)
         now = look()
-        if (
-            now.running
-            or now.waiting
-            or now.prompt_tokens + now.generation_tokens != (before.prompt_tokens + before.generation_tokens)
-        ):
-            log.info("serving", **line(before, now, REPORT_S))
+        done = now.prompt_tokens + now.generation_tokens - before.prompt_tokens - before.generation_tokens
+        if now.running or now.waiting or done:
+            say(line(before, now, REPORT_S))
         before = now
 
 
-def line(before: Reading, now: Reading, seconds: float) -> dict[str, object]:
-    """The fields of the line; a rate that is always 0 in this process has none."""
+def line(before: Reading, now: Reading, seconds: float) -> str:
+    """What this process never does has no part in it."""
     prompt = now.prompt_tokens - before.prompt_tokens
-    fields: dict[str, object] = {"running": now.running, "waiting": now.waiting}
+    parts = [f"{now.running} running", f"{now.waiting} waiting"]
     if now.prompt_tokens:
-        fields["prompt_tokens_per_s"] = round(prompt / seconds, 1)
+        parts.append(f"{prompt / seconds:.1f} prompt tokens/s")
     if now.generation_tokens:
-        fields["generation_tokens_per_s"] = round((now.generation_tokens - before.generation_tokens) / seconds, 1)
-    fields["kv_use"] = f"{now.kv_use:.1%}"
+        parts.append(f"{(now.generation_tokens - before.generation_tokens) / seconds:.1f} tokens/s")
+    parts.append(f"KV use {now.kv_use:.1%}")
     if prompt:
-        fields["prefix_hits"] = f"{(now.cached_tokens - before.cached_tokens) / prompt:.1%}"
-    return fields
+        parts.append(f"prefix hits {(now.cached_tokens - before.cached_tokens) / prompt:.1%}")
+    return ", ".join(parts)

@@ -174,7 +174,7 @@ class _Process:
         options = self._options
         registry = metrics.shown(observer.registry, options.metrics_compat, lambda: observer.model)
         door = WorkerDoor(registry, lambda: self._ready, options.security.token)
-        await asyncio.gather(serve(door, http, options.security), metrics.report(observer.reading))
+        await asyncio.gather(serve(door, http, options.security), metrics.report(observer.reading, self._say))
 
     async def _set_ready(self, health: Health, ready: bool) -> None:
         self._ready = ready

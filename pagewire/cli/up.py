@@ -103,7 +103,7 @@ async def _serve(
 ) -> None:
     with Phases(console) as phases:
         await prepare_model(topology, phases)
-        await _start(topology, deployment, phases)
+        await _start(topology, deployment, phases, None if demo else console)
     if demo is not None:
         await _with_deaths(answer_and_report(topology.address, security, demo, console), deployment)
         return
@@ -132,10 +132,13 @@ async def _with_deaths(work: Coroutine[Any, Any, None], deployment: Deployment) 
         await asyncio.gather(task, death, return_exceptions=True)
 
 
-async def _start(topology: Topology, deployment: Deployment, phases: Phases) -> None:
+async def _start(topology: Topology, deployment: Deployment, phases: Phases, console: Console | None) -> None:
+    """From then on the router's line for each ten seconds of work (wire.metrics) goes to the console too."""
     told: set[str] = set()
 
     def said(name: str, phase: str) -> None:
+        if console and name == "router" and " running, " in phase:
+            console.print(phase, markup=False, soft_wrap=True, style="dim")
         if phase.startswith(ON_CPU) and phase not in told:  # once for all workers
             told.add(phase)
             phases.tell("workers", phase)
