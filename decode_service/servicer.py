@@ -19,7 +19,7 @@ from engine.blocks import BlockPool
 from engine.device_thread import DeviceThread
 from engine.messages import Node, TransportOffer, WorkerHello
 from kvtransfer.actions import MeetPeers
-from kvtransfer.driver import Driver
+from kvtransfer.driver import STUCK, Driver
 from kvtransfer.offer import Transports, puller_transports
 from kvtransfer.peers import GB, Peers
 from kvtransfer.service import PullClients
@@ -119,8 +119,10 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         return open_channel(address, self._options.security, internal=True)
 
     @property
-    def stuck(self) -> bool:
-        return self._driver is not None and self._driver.stuck
+    def trouble(self) -> str:
+        if self._driver is not None and self._driver.stuck:
+            return STUCK
+        return "" if self._peers is None else self._peers.refuses()
 
     async def run(self) -> None:
         assert self._driver, "run before load"

@@ -24,6 +24,7 @@ log = get_logger("driver")
 
 T = TypeVar("T")
 TICK_S = 0.25
+STUCK = "a step does not end"
 STUCK_S = 30.0  # a step that takes longer is taken for one that does not end
 
 

@@ -17,7 +17,7 @@ import grpc.aio
 from engine.blocks import BlockPool
 from engine.device_thread import DeviceThread
 from engine.messages import BlockHandle, Node, TransportOffer, WorkerHello
-from kvtransfer.driver import Driver
+from kvtransfer.driver import STUCK, Driver
 from kvtransfer.offer import Transports, owner_transports
 from kvtransfer.probe import ProbeOwner, fill
 from kvtransfer.service import KvTransferService, add_to_server
@@ -107,8 +107,8 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
         return transports
 
     @property
-    def stuck(self) -> bool:
-        return self._driver is not None and self._driver.stuck
+    def trouble(self) -> str:
+        return STUCK if self._driver is not None and self._driver.stuck else ""
 
     async def run(self) -> None:
         assert self._driver, "run before load"

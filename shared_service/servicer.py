@@ -19,7 +19,7 @@ from engine.blocks import BlockPool
 from engine.device_thread import DeviceThread
 from engine.messages import BlockHandle, Node, TransportOffer
 from engine.types import SamplingParams
-from kvtransfer.driver import Driver
+from kvtransfer.driver import STUCK, Driver
 from kvtransfer.probe import fill
 from kvtransfer.startup import Assemble, Engine, Say, assemble
 from prefill_service.prefiller import Prefiller
@@ -87,8 +87,8 @@ class SharedServicer:
         return engine, prompts, fill(engine.runner.cache, spare[:half], secrets.randbits(64)), spare[half:]
 
     @property
-    def stuck(self) -> bool:
-        return self._driver is not None and self._driver.stuck
+    def trouble(self) -> str:
+        return STUCK if self._driver is not None and self._driver.stuck else ""
 
     async def run(self) -> None:
         assert self._driver, "run before load"

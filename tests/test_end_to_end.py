@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +16,12 @@ from kill_workers import Stream, all_idle, busiest, decode_round, prefill_round,
 
 from engine.batch import Batch, Row, SampleInput
 from kvtransfer.startup import Engine, assemble
+from pagewire.answers import PagewireError, WorkerStatus
 from pagewire.client import AsyncClient
 from pagewire.local_engine import LocalEngine
 from prefill_service.config import ROLE
 from wire.codec import params_from_pb
+from wire.health import is_ready
 from wire.options import parse
 
 VOCAB = 250
@@ -112,6 +116,29 @@ async def test_tokens_are_the_same_whichever_way_the_blocks_went_and_the_way_is_
                 assert answer.token_ids == through_local(model_cache, round_number, **shape)
         assert (await kv_path(cluster)).startswith(path)
         assert await all_idle(cluster) == ""
+
+
+async def test_a_decode_worker_below_the_floor_is_not_ready_and_everybody_is_told_both_numbers(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    with running_cluster(tmp_path, cache_dir=model_cache, start=False) as cluster:
+        program = cluster.programs["decode-1"]
+        cluster.programs["decode-1"] = replace(program, argv=(*program.argv, "--min-transfer-gbps", "9000"))
+        cluster.start()
+        why = re.compile(r"can pull KV blocks from no prefill worker: .* GB/s, and --min-transfer-gbps asks for 9000")
+        async with AsyncClient(cluster.address) as client, asyncio.timeout(60):
+            workers: list[WorkerStatus] = []
+            while not any(why.search(worker.reason) for worker in workers):
+                await asyncio.sleep(0.1)
+                with contextlib.suppress(PagewireError):  # the router is not up yet
+                    workers = list((await client.server_info()).workers)
+            decode = next(worker for worker in workers if worker.role == "decode")
+            assert not decode.accepting
+            (path,) = decode.kv_paths
+            assert path.transport == "" and "memfd: " in path.fallback and "grpc: " in path.fallback
+        async with grpc.aio.insecure_channel(decode.address) as channel, asyncio.timeout(10):
+            while await is_ready(channel, "pagewire.v1.DecodeService", 5.0):
+                await asyncio.sleep(0.1)
 
 
 async def test_many_requests_at_once_get_what_each_gets_alone(router: grpc.aio.Channel, cluster: Cluster) -> None:

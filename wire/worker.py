@@ -67,8 +67,8 @@ class Stage(Protocol):
         """What it tells of its requests."""
 
     @property
-    def stuck(self) -> bool:
-        """It has work and has made no step for long: it is not ready until it makes one."""
+    def trouble(self) -> str:
+        """Why it is not ready, though it is up, in a few words; empty if it is."""
 
     async def run(self) -> None: ...
     async def drain(self, grace: float) -> None: ...
@@ -200,14 +200,15 @@ class _Process:
             await asyncio.wait([working, watching])
 
     async def _watch(self, health: Health) -> None:
-        """Not ready while a step hangs, and ready again when it ends."""
+        """Not ready while the stage has a trouble, such as a step that hangs, and ready again when it is over."""
         ready = True
         while True:
             await asyncio.sleep(LOOK_S)
-            if ready == self._stage.stuck:
+            trouble = self._stage.trouble
+            if ready == bool(trouble):
                 ready = not ready
                 await self._set_ready(health, ready)
-                self._say("ready again: a step has ended" if ready else "not ready: a step does not end")
+                self._say("ready again" if ready else f"not ready: {trouble}")
 
     async def _first(self, working: asyncio.Task[Any], other: Coroutine[Any, Any, Any]) -> None:
         """Until either is done; `other` is cancelled if it is not the one, and raises here if it failed."""
