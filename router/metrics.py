@@ -74,8 +74,7 @@ class Counts:
         self.generation_tokens += tokens
         self._generation_tokens.inc(tokens)
         if since_last is not None:
-            for _ in range(tokens):
-                self._between.observe(since_last / tokens)
+            self._between.observe(since_last / tokens, tokens)
 
     def ended(self, outcome: Outcome, tokens: int, seconds: float) -> None:
         """`tokens` are those that the client was shown, `seconds` the choice's whole time."""
