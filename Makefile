@@ -53,7 +53,7 @@ test: $(STAMP)/dev $(STAMP)/model
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_FLAGS)
 
 test-page: $(STAMP)/dev
-	@test -x /usr/bin/chromium || $(APT) chromium || { echo "$(NO_APT) chromium"; exit 1; }
+	@test -x /usr/bin/chromium || (apt-get update --quiet && $(APT) chromium) || { echo "$(NO_APT) chromium"; exit 1; }
 	@$(PIP) install --quiet --constraint requirements.lock playwright
 	$(BIN)/python -m pytest tests/page_in_chromium.py
 
@@ -71,7 +71,7 @@ test-monitoring: $(STAMP)/dev
 # Needs root, Docker and debootstrap, which it installs by apt; where no engine can run, it says so and skips.
 test-containers: $(STAMP)/dev
 	@$(PIP) install --quiet --constraint requirements.lock kubernetes-validate
-	$(BIN)/python -m pytest -s -m containers tests/containers
+	timeout --foreground --signal=INT --kill-after=120 1200 $(BIN)/python -m pytest -s -m containers tests/containers
 
 TARGET ?= cpu
 image:
