@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple
 
 MAX_LOGPROBS = 20
@@ -84,9 +84,11 @@ def _check_count(name: str, count: int, most: int) -> None:
 class SamplingParams:
     """How to choose tokens and when to stop; the names are vLLM's.
 
-    temperature 0 is greedy. top_k 0 keeps every token. `seed` None means that the router mints one.
+    temperature 0 is greedy. top_k 0 keeps every token, as -1 does. `seed` None means that the router mints one.
     `max_tokens` None means as many as fit; the router resolves it before a worker sees the request.
     `logprobs` k reports the chosen token and the k best; 0 reports the chosen token alone.
+    `include_stop_str_in_output` is vLLM's name of `include_stop_in_output`. `spaces_between_special_tokens` is taken
+    from vLLM's users and changes nothing: no tokenizer here puts any there.
     Raises InvalidField, naming the field and its range.
     """
 
@@ -108,8 +110,18 @@ class SamplingParams:
     include_stop_in_output: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: InitVar[bool | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, include_stop_str_in_output: bool | None) -> None:
+        if include_stop_str_in_output is not None:
+            object.__setattr__(self, "include_stop_in_output", include_stop_str_in_output)
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        for name, nothing in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {})):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, nothing)
         _check("temperature", self.temperature, 0, 10)
         _check("top_p", self.top_p, 0, 1, open_low=True)
         _check("top_k", self.top_k, 0, 2**31 - 1)

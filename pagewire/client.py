@@ -336,6 +336,8 @@ def _set_params(request: gpb.GenerateRequest, params: SamplingParams) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if (value := getattr(params, name)) is not None:
             setattr(request.output, name, value)
+    if not params.skip_special_tokens:
+        request.output.keep_special_tokens = True
 
 
 def _chat(messages: Any, template_kwargs: Mapping[str, Any] | None) -> gpb.ChatPrompt:

@@ -60,7 +60,8 @@ class Job:
         self._text = prompt.text
         self._seed = seed
         self._decode = lambda ids: tokenizer.decode(ids, keep_special_tokens=True)
-        self._answers = [Answer(tokenizer, self.prompt_ids, params, OutputOptions()) for _ in range(params.n)]
+        shown = OutputOptions(keep_special_tokens=not params.skip_special_tokens)
+        self._answers = [Answer(tokenizer, self.prompt_ids, params, shown) for _ in range(params.n)]
         self._choices = [CompletionOutput(index) for index in range(params.n)]
         self._prompt_logprobs: list[Any] | None = None
         self._metrics = RequestMetrics(time.time())

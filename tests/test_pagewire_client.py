@@ -17,7 +17,7 @@ from router_front import Front, make_model_dir, make_tokenizer, running_front, u
 
 import pagewire
 from engine.types import FinishReason, SamplingParams
-from pagewire.client import AsyncClient, Client, PagewireError
+from pagewire.client import AsyncClient, Client, PagewireError, build_request
 from wire.channel import open_server
 from wire.health import Health
 from wire.security import Security
@@ -53,6 +53,11 @@ async def test_text_ids_and_chats_are_prompts(front: Front) -> None:
         tokens = await client.tokenize([{"role": "user", "content": "hé"}])
         assert chat.usage.prompt_tokens == len(tokens)
         assert await client.detokenize(await client.tokenize("hello ✓")) == "hello ✓"
+
+
+async def test_special_tokens_are_shown_to_who_asks_for_them() -> None:
+    for params, kept in ((SamplingParams(), False), (SamplingParams(skip_special_tokens=False), True)):
+        assert build_request("x", params).output.keep_special_tokens is kept
 
 
 async def test_a_stream_gives_deltas_and_then_usage(front: Front) -> None:

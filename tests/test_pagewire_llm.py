@@ -112,6 +112,19 @@ def test_a_stop_string_or_token_ends_a_choice_and_is_named(llm: LLM) -> None:
     assert_nothing_held(llm._thread)
 
 
+def test_parameters_have_the_names_and_values_that_vllm_users_write(llm: LLM) -> None:
+    text = llm.generate("hello", GREEDY, use_tqdm=False)[0].outputs[0].text
+    stop = next(text[place : place + 2] for place in range(3, len(text) - 1) if "\ufffd" not in text[place : place + 2])
+    given: dict[str, Any] = {
+        "top_k": -1, "stop": stop, "stop_token_ids": None, "logit_bias": None, "include_stop_str_in_output": True,
+        "skip_special_tokens": False, "spaces_between_special_tokens": False,
+    }  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, **given)
+    assert params.top_k == 0 and params.include_stop_in_output and params.stop_token_ids == ()
+    (answer,) = llm.generate("hello", params, use_tqdm=False)
+    assert answer.outputs[0].text == text[: text.index(stop) + len(stop)]
+
+
 def test_a_progress_bar_is_shown_unless_it_is_off(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["a", "b"], GREEDY, use_tqdm=False)
     assert capsys.readouterr() == ("", "")

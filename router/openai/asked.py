@@ -116,8 +116,6 @@ def in_our_names(error: RequestError) -> RequestError:
 
 def _params(body: Sampled) -> dict[str, Any]:
     params = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
-    if params.get("top_k") == -1:  # vLLM's way to say all
-        params["top_k"] = 0
     if body.stop is not None:
         params["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
     params["include_stop_in_output"] = bool(body.include_stop_str_in_output)
