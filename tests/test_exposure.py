@@ -89,6 +89,11 @@ def test_over_http_the_deployments_token_is_the_key(guarded: Cluster) -> None:
     assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer"
     assert httpx.get(f"{url}/v1/models", headers=dict([TOKEN])).status_code == 200
     assert httpx.get(f"{url}/health").status_code == 200
+    for port in (guarded.topology.prefill_http_port, guarded.topology.decode_http_port):
+        worker = f"http://127.0.0.1:{port}"
+        assert httpx.get(f"{worker}/metrics").status_code == 401
+        assert httpx.get(f"{worker}/metrics", headers=dict([TOKEN])).status_code == 200
+        assert httpx.get(f"{worker}/health").status_code == 200
 
 
 async def test_with_the_token_the_processes_serve_each_other(guarded: Cluster) -> None:
@@ -106,7 +111,13 @@ def test_each_process_listens_on_its_own_port_of_the_loopback_address_alone(clus
             for connection in each.net_connections("inet")
             if connection.status == psutil.CONN_LISTEN
         }
-        own = {program.address} | ({cluster.topology.url.removeprefix("http://")} if name == "router" else set())
+        topology = cluster.topology
+        http = {
+            "router": topology.http_port,
+            "prefill": topology.prefill_http_port,
+            "decode": topology.decode_http_port,
+        }
+        own = {program.address, f"127.0.0.1:{http[name.partition('-')[0]]}"}
         assert listening == own, f"{name} listens on {listening}"
         assert program.address.startswith("127.0.0.1:")
         datagrams = [each for each in process.net_connections("udp") if each.laddr]

@@ -336,6 +336,12 @@ class Context:
     def time_remaining(self) -> float:
         return 0.5
 
+    def invocation_metadata(self) -> Sequence[tuple[str, str]]:
+        return (("x-request-id", "odd \n name"), ("traceparent", "00-nonsense"))
+
+    def set_trailing_metadata(self, trailing: Sequence[tuple[str, str]]) -> None:
+        assert all(value.isprintable() for _, value in trailing), "gRPC would break the call"
+
     async def write(self, message: Any) -> None:
         self.written.append(message)
 
