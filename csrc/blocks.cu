@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_step(uint4 (&held)[UNROLL], const unsigned 
 #pragma unroll
     for (int j = 0; j < UNROLL; ++j) {
         const size_t at = size_t(step) * STEP + (j * WIDE + threadIdx.x) * 16;
-        held[j] = BLOCK_BYTES % STEP == 0 || at < BLOCK_BYTES ? __ldcs(reinterpret_cast<const uint4*>(block + at))
+        held[j] = BLOCK_BYTES % STEP == 0 || at < BLOCK_BYTES ? __ldcg(reinterpret_cast<const uint4*>(block + at))
                                                               : make_uint4(0, 0, 0, 0);
     }
 }

@@ -162,6 +162,13 @@ class EmulatedGpu:
             total = block_sum(pool[block].numpy().tobytes())
             sums.view(torch.int64)[i] = total - (total >> 63 << 64)
 
+    def _gather_tiles(self, settings: Any, out: Tensor, layer: Tensor, ids: Tensor, stride: int) -> None:
+        size = stride // layer.element_size()
+        for i, block in enumerate(ids.tolist()):
+            there = torch.as_strided(layer, layer.shape, layer.stride(), layer.storage_offset() + block * size)
+            length = layer.shape[2]
+            out[:, 0, :, i * length : (i + 1) * length] = there
+
     # ---- layers ---------------------------------------------------------------------------------------------------
 
     def _embed(self, settings: Any, table: Tensor, tokens: Tensor, out: Tensor) -> None:

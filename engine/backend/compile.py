@@ -49,6 +49,7 @@ def step_kernels(config: ModelConfig, dtype: str, block_size: int, arch: str) ->
     yield launches.rms_norm(hidden, 1, dtype).kernel
     yield launches.silu_mul(inner, 1, dtype).kernel
     yield launches.rope_write(heads, 1, dtype).kernel
+    yield launches.gather_tiles(heads, 1, dtype).kernel
     for logits in dict.fromkeys(("float32", dtype)):
         yield launches.sample(config.vocab_size, 1, logits).kernel
         yield launches.logprobs(config.vocab_size, 1, logits).kernel

@@ -25,7 +25,7 @@ RING_HEADER = 8  # ints before an entry's tokens, in advance.cu
 
 RAISE_SHARED = 32 << 10  # a function may use 48 KiB unasked, what it declares itself included
 _COPY_PIECE = 256 * 4 * 16  # bytes of a block that one block of threads copies, in blocks.cu
-_WIDE = 512  # threads that copy and digest, in blocks.cu
+_DIGEST_THREADS = 512  # that copy and digest, in blocks.cu
 
 
 class Ending(enum.IntEnum):
@@ -377,17 +377,24 @@ def copy_and_digest(block_bytes: int, blocks: int, ctas: int) -> Launch:
     """Arguments: to, from, to_ids, from_ids, sums (64 bits each, zero before), their number (int). `ctas` bounds how
     much of the card it takes: two fill half a multiprocessor."""
     return Launch(kernel("blocks", BLOCK_BYTES=block_bytes), "copy_and_digest", (_ctas(block_bytes, blocks, ctas), 1),
-                  _WIDE)  # fmt: skip
+                  _DIGEST_THREADS)  # fmt: skip
 
 
 def digest_blocks(block_bytes: int, blocks: int, ctas: int) -> Launch:
     """Arguments: pool, ids, sums (64 bits each, zero before), their number (int)."""
     return Launch(kernel("blocks", BLOCK_BYTES=block_bytes), "digest_blocks", (_ctas(block_bytes, blocks, ctas), 1),
-                  _WIDE)  # fmt: skip
+                  _DIGEST_THREADS)  # fmt: skip
 
 
 def _ctas(block_bytes: int, blocks: int, most: int) -> int:
-    return min(most, blocks * _over(block_bytes, _WIDE * 4 * 16))
+    return min(most, blocks * _over(block_bytes, _DIGEST_THREADS * 4 * 16))
+
+
+def gather_tiles(heads: Heads, blocks: int, dtype: str) -> Launch:
+    """Arguments: out [2, kv_heads, blocks * block_size, head_dim], a layer's K in block 0, ids, bytes from one block to
+    the next (Long)."""
+    tile = heads.block_size * heads.head_dim * 16 // _per_16_bytes(dtype)
+    return Launch(kernel("gather_tiles", TILES=2 * heads.kv_heads, TILE_BYTES=tile), "gather_tiles", (blocks, 1), 256)
 
 
 def zero_blocks(block_bytes: int, blocks: int) -> Launch:

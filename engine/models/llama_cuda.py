@@ -31,6 +31,7 @@ _SDPA = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+_REGULAR = 128  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class CudaLlama:
         rope = launches.rope_write(self._heads, count, self.dtype)
         silu = launches.silu_mul(config.intermediate_size, count, self.dtype)
         h, inner = torch.empty_like(x), x.new_empty(count, config.intermediate_size)
-        with sdpa_kernel(_SDPA, set_priority=True):
+        with sdpa_kernel(_sdpa(pieces), set_priority=True):
             for index, layer in enumerate(self.weights.layers):
                 self._gpu.launch(norm, x, None, layer.attention_norm, h, config.rms_norm_eps)
                 qkv = _linear(h, layer.qkv, layer.qkv_bias)
@@ -148,8 +149,8 @@ class CudaLlama:
         if piece.blocks is None:
             k, v = rows[:, heads : heads + kv_heads], rows[:, heads + kv_heads :]
         else:
-            tiles = pool[:, layer].index_select(0, piece.blocks).permute(1, 2, 0, 3, 4)
-            k, v = tiles.reshape(2, 1, kv_heads, -1, dim)[:, :, :, :end].unbind(0)
+            gathered = self._gathered(piece.blocks, pool, layer)
+            k, v = gathered[:, :, :, :end].unbind(0)
         window = config.sliding_window
         mask: Tensor | None = None
         if piece.tokens > 1 and (window is not None and end > window or q.dtype == torch.float32 and piece.start):
@@ -161,6 +162,14 @@ class CudaLlama:
         causal = piece.start == 0 and mask is None and piece.tokens > 1
         found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=heads != kv_heads)
         out[piece.first : last].view(piece.count, piece.tokens, heads, dim).copy_(found.transpose(1, 2))
+
+    def _gathered(self, blocks: Tensor, pool: Tensor, layer: int) -> Tensor:
+        """[2, 1, kv_heads, positions, head_dim]"""
+        heads, count = self._heads, len(blocks)
+        out = pool.new_empty(2, 1, heads.kv_heads, count * heads.block_size, heads.head_dim)
+        stride = Long(pool.stride(0) * pool.element_size())
+        self._gpu.launch(launches.gather_tiles(heads, count, self.dtype), out, pool[0, layer], blocks, stride)
+        return out
 
     def _rope(self, places: Places, pool: Tensor, layer: int) -> bytes:
         rows = 0 if places.table_rows is None else places.table_rows.data_ptr()
@@ -210,6 +219,7 @@ class CudaLlama:
                     found.append(product.launch)
         found.append(launches.rms_norm(hidden, 1, self.dtype))
         found.append(launches.rope_write(self._heads, 1, self.dtype))
+        found.append(launches.gather_tiles(self._heads, 1, self.dtype))
         found.append(launches.silu_mul(inner, 1, self.dtype))
         return found
 
@@ -250,6 +260,12 @@ def _attention_launches(
         Launch(planner, "plan_attention", (1, 1), 1024),
         Launch(kernel, "paged_attention", (grid, 1), 32 * geometry.warps, geometry.shared_bytes),
     )
+
+
+def _sdpa(pieces: Sequence[Piece]) -> list[SDPBackend]:
+    """cuDNN is the fastest, but makes a plan for each shape that it has not met, for 70 ms: only for regular ones."""
+    regular = all(piece.start or piece.tokens % _REGULAR == 0 for piece in pieces)
+    return _SDPA if regular else _SDPA[1:]
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
