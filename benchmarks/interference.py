@@ -16,6 +16,7 @@ import json
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,8 +148,9 @@ class Watched(SharedDriver):
 
     def slowest(self) -> str:
         worst = sorted(self._seen, reverse=True)[:4]
-        chunks = sorted(one[3] for one in self._seen if one[1] == "chunk")
-        launch = f"launching a chunk {chunks[len(chunks) // 2]:.1f} ms; " if chunks else ""
+        chunks = sorted((one[3], one[2]) for one in self._seen if one[1] == "chunk")
+        sizes = Counter(size for _, size in chunks).most_common(6)
+        launch = f"launching a chunk {chunks[len(chunks) // 2][0]:.1f} ms, sizes {sizes}; " if chunks else ""
         return launch + ", ".join(f"{kind} of {n}: {took:.0f} ms ({at:.0f})" for took, kind, n, at in worst)
 
 
@@ -217,8 +219,10 @@ class Bench:
         self.options, self.config = options, config
         self.device, self.other = DeviceThread("shared"), DeviceThread("prompts")
         self._rng = random.Random(0)
+        self._token_seconds = 0.0
         if options.device == "cuda":
-            warm_chunks(self.prompts, Pace(LEAST_CHUNK_ON_CARD, options.max_num_batched_tokens).sizes)
+            sizes = Pace(LEAST_CHUNK_ON_CARD, options.max_num_batched_tokens).sizes
+            self._token_seconds = warm_chunks(self.prompts, sizes)
 
     def ids(self, count: int) -> list[int]:
         return [self._rng.randrange(3, self.vocab) for _ in range(count)]
@@ -235,7 +239,8 @@ class Bench:
             node, layout, self.config, pool, vocab_size=self.vocab, eos_token_ids=eos, rng=random.Random(1),
             digests=False, promises=decoder, depth=depth,
         )  # fmt: skip
-        pace = Pace(LEAST_CHUNK_ON_CARD if ahead else LEAST_CHUNK, self.config.max_num_batched_tokens, share)
+        least = LEAST_CHUNK_ON_CARD if ahead else LEAST_CHUNK
+        pace = Pace(least, self.config.max_num_batched_tokens, share, self._token_seconds)
         driver = (TwoStreams if self.options.streams == 2 else Watched)(self.device, pace)
         clock = (lambda: self.rows.card_times[-1]) if ahead else None
         driver.decodes(decoder, self.rows, self.rows if ahead else None, Observer("decode"), clock)
@@ -267,8 +272,10 @@ class Bench:
                 await one.over.wait()
         assert min(left) > ended - 1, "the steady sequences ended too early: raise --tokens"
         chunk = driver.pace.tokens(True)
-        step, token = 1e3 * driver.pace.step_seconds, 1e6 * driver.pace.token_seconds
-        print(f"    a step {step:.2f} ms, a prompt token {token:.1f} us; slowest {driver.slowest()}", flush=True)
+        step, (count, seconds) = 1e3 * driver.pace.step_seconds, driver.pace.chunk
+        token = 1e6 * driver.pace.token_seconds
+        print(f"    a step {step:.2f} ms, the last chunk of {count} tokens {1e3 * seconds:.1f} ms, a token more "
+              f"{token:.1f} us; slowest: {driver.slowest()}", flush=True)  # fmt: skip
         feeder.stop()
         while not (driver.prefiller.idle and driver.decoder.idle):
             await asyncio.sleep(0.01)

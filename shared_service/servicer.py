@@ -51,12 +51,10 @@ class SharedServicer:
         self._decode.register(server)
 
     async def load(self, address: str, say: Say) -> str:
-        engine, prompts, probe, spare = await self._device.run(self._built, say)
-        config = engine.config
+        engine, prompts, pace, probe, spare = await self._device.run(self._built, say)
         node = Node(self._options.name, secrets.randbits(64), address)
-        pool = BlockPool(config.num_blocks)
-        least = LEAST_CHUNK_ON_CARD if engine.on_card else LEAST_CHUNK
-        shared = SharedDriver(self._device, Pace(least, config.max_num_batched_tokens))
+        pool = BlockPool(engine.config.num_blocks)
+        shared = SharedDriver(self._device, pace)
 
         def decodes(core: Decoder) -> Driver:
             rows = engine.ahead
@@ -71,20 +69,23 @@ class SharedServicer:
         self._driver = shared
         return f"{engine.description}, both stages over one pool, to other workers {transports}"
 
-    def _built(self, say: Say) -> tuple[Engine, Any, list[BlockHandle], range]:
-        """The engine, what computes prompts, and the blocks behind the pool's: half of them are filled for those who
-        probe us, into the others go the probes of our own. On the device thread."""
+    def _built(self, say: Say) -> tuple[Engine, Any, Pace, list[BlockHandle], range]:
+        """The engine, what computes prompts and how fast, and the blocks behind the pool's: half of them are filled for
+        those who probe us, into the others go the probes of our own. On the device thread."""
         engine = self._assemble(self._options, say)
+        most = engine.config.max_num_batched_tokens
         prompts: Any = engine.runner
+        pace = Pace(LEAST_CHUNK, most)
         if engine.ahead is not None:
             from engine.cuda_runner import CudaRunner
 
             rows = engine.ahead
             prompts = CudaRunner(rows.model.weights, engine.config, rows.cache, rows.gpu, graphs=False)
-            warm_chunks(prompts, Pace(LEAST_CHUNK_ON_CARD, engine.config.max_num_batched_tokens).sizes)
+            pace = Pace(LEAST_CHUNK_ON_CARD, most)
+            pace.token_seconds = warm_chunks(prompts, pace.sizes)
         spare = engine.spare
         half = len(spare) // 2
-        return engine, prompts, fill(engine.runner.cache, spare[:half], secrets.randbits(64)), spare[half:]
+        return engine, prompts, pace, fill(engine.runner.cache, spare[:half], secrets.randbits(64)), spare[half:]
 
     @property
     def trouble(self) -> str:
@@ -104,12 +105,24 @@ class SharedServicer:
         self._device.close()
 
 
-def warm_chunks(prompts: Any, sizes: Sequence[int]) -> None:
-    """One chunk of each size, and one behind it, before anybody waits for them. Writes into blocks from 0 on."""
-    params, block_size = SamplingParams(temperature=0, seed=0, max_tokens=1), prompts.config.block_size
-    for size in (size for size in sizes if size < prompts.config.max_model_len):
-        ids, blocks = [0] * size, list(range(-(-(size + 1) // block_size)))
-        if len(blocks) > prompts.config.num_blocks:
-            return
-        for start, tokens in ((0, ids), (size // 2, ids[: size // 2])):
-            prompts.step(Batch(rows=[Row(0, tokens, start, blocks, SampleInput(params, 0, ids, []))]))
+def warm_chunks(prompts: Any, sizes: Sequence[int]) -> float:
+    """One chunk of each size, and half of it again behind the first half, before anybody waits for them. Writes into
+    blocks from 0 on. Returns the seconds of a token more in a chunk, 0 if there is no telling."""
+    took: dict[int, float] = {}
+    config = prompts.config
+    for size in sizes:
+        blocks = list(range(-(-size // config.block_size)))
+        if size >= config.max_model_len or len(blocks) > config.num_blocks:
+            break
+        ids = [0] * size
+        prompts.step(_chunk(ids, 0, blocks))
+        prompts.step(_chunk(ids[: size // 2], size // 2, blocks))
+        took[size] = prompts.step(_chunk(ids, 0, blocks)).seconds
+    most = max(took, default=0)
+    half = min(took, key=lambda size: abs(size - most / 2), default=0)  # a small one's time is that of its launches
+    return max(0.0, took[most] - took[half]) / (most - half) if most > half else 0.0
+
+
+def _chunk(ids: Sequence[int], start: int, blocks: Sequence[int]) -> Batch:
+    params = SamplingParams(temperature=0, seed=0, max_tokens=1)
+    return Batch(rows=[Row(0, ids, start, blocks, SampleInput(params, 0, ids, []))])

@@ -243,8 +243,17 @@ def test_a_chunk_takes_its_share_of_a_step_however_fast_the_device_is() -> None:
         assert step <= tokens * token <= 1.5 * step or tokens == LEAST
 
 
-def test_chunks_have_few_sizes_a_third_to_a_half_apart() -> None:
-    assert Pace(256, 2048).sizes == [256, 384, 512, 768, 1024, 1536, 2048]
+def test_what_a_chunk_costs_in_any_case_is_not_counted_for_each_token() -> None:
+    """10 ms, and 20 us a token: of 21 ms, 11 are left for 550 tokens, whatever the last chunk's size was."""
+    for size in (256, 384, 1024):
+        pace = Pace(256, 2048, share=3.0, token_seconds=20e-6)
+        pace.decoded(0.007)
+        pace.prefilled(size, 0.010 + 20e-6 * size)
+        assert pace.tokens(decoding=True) == 512
+
+
+def test_chunks_have_few_sizes() -> None:
+    assert Pace(256, 2048).sizes == [256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
     assert Pace(64, 100).sizes == [64, 96, 100]
     assert Pace(256, 100).sizes == [100]
 
