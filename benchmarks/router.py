@@ -3,7 +3,8 @@
 Starts a router with one fake prefill and one fake decode worker (benchmarks.fake_worker), which pace tokens as engines
 do and compute nothing, and loads its two doors from other processes (benchmarks.router_load). Prints each figure
 beside what it must reach: CPU of the router's process per token, how late a token is from its worker's send to its
-client's receipt, a thousand streams at once, the refusal of the one after them, and what HTTP adds to the first token.
+client's receipt, a thousand streams at once, the refusal of the one after them, what HTTP adds to the first token, and
+how soon a worker knows of a client that left.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ from benchmarks import router_load
 from benchmarks.startup import free_port
 
 PLACES = 1000  # --max-concurrent-requests
-FIRST = {"grpc": 1000, "http": 2000, "thousand": 3000, "full": 5000, "one": 7000}  # numbers of the streams of each part
+FIRST = {
+    "grpc": 1000,
+    "http": 2000,
+    "thousand": 3000,
+    "full": 5000,
+    "one": 7000,
+    "left": 8000,
+}  # numbers of the streams of each part
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +211,39 @@ async def first_tokens(target: Deployment, times: int) -> dict[str, float]:
     }
 
 
+async def leaving(target: Deployment, times: int) -> dict[str, float]:
+    """When the client of each stream left it, in the middle: the doors in turn, by stream."""
+    channel, method = router_load.open_method(target.grpc)
+    left = {}
+    for number in range(0, 2 * times, 2):
+        stream = FIRST["left"] + number
+        call = method(router_load.grpc_request(stream, 4000))
+        for _ in range(5):
+            await call.read()
+        left[str(stream)] = time.monotonic()
+        call.cancel()
+        reader = await router_load.connect(target.http)
+        answer = asyncio.ensure_future(reader.request(router_load.http_request(stream + 1, 4000)))
+        await asyncio.sleep(0.1)
+        left[str(stream + 1)] = time.monotonic()
+        reader.close()
+        await answer
+    await asyncio.sleep(0.5)
+    await channel.close()
+    return left
+
+
+def until_cancelled(left: dict[str, float], cancelled: dict[str, float]) -> dict[str, Any]:
+    """Milliseconds until the decode worker knew; it frees the blocks after the step that runs."""
+    waits = {stream: 1e3 * (cancelled[stream] - at) for stream, at in left.items() if stream in cancelled}
+    return {
+        "streams": len(left),
+        "cancelled": len(waits),
+        "grpc_ms_max": max(wait for stream, wait in waits.items() if int(stream) % 2 == 0),
+        "http_ms_max": max(wait for stream, wait in waits.items() if int(stream) % 2 == 1),
+    }
+
+
 # ---- the whole --------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +255,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         with deployment(arguments.model, directory, PLACES) as target:
             if "ttft" in parts:
                 results["first_token"] = uvloop.run(first_tokens(target, 200))
+            if "left" in parts:
+                left = uvloop.run(leaving(target, 20))
             for door, streams in (("grpc", 250), ("http", 125)):
                 if door in parts:
                     tokens = 32 * arguments.seconds
@@ -225,6 +268,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             if "refusal" in parts:
                 results["refusal"] = uvloop.run(refusal(target, PLACES))
             record = target.records_of(1)
+    if "left" in parts:
+        results["left"] = until_cancelled(left, record["cancelled"])
     for name in ("grpc", "http", "thousand"):
         if name in results:
             results[name] |= held_back(results[name].pop("raw"), record["sent"])
@@ -244,7 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="whose tokenizer it is")
     parser.add_argument("--seconds", type=int, default=10, help="how long each stream lasts, at 32 tokens a second")
-    parser.add_argument("--parts", default="ttft,grpc,http,thousand,refusal", help="which, separated by commas")
+    parser.add_argument("--parts", default="ttft,left,grpc,http,thousand,refusal", help="which, separated by commas")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     began = time.time()
