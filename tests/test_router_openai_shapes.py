@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from router_front import make_model_dir, make_tokenizer, running_front
 from test_router_openai import door, events
 
 from engine.types import SamplingParams
+from router.openai import schema
 
 ENCODED = make_tokenizer()
 OURS = {"pagewire"}
@@ -167,6 +169,13 @@ async def test_what_vllm_calls_them_is_taken_and_means_the_same(directory: Path)
         assert choice["text"] == "one two" and choice["finish_reason"] == "stop"
         asked |= {"stop": None, "max_tokens": 8}
         assert "<|im_end|>" in (await http.post("/v1/completions", json=asked)).json()["choices"][0]["text"]
+
+
+def test_a_field_that_nobody_knows_is_logged_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[dict[str, Any]] = []
+    monkeypatch.setattr(schema, "log", SimpleNamespace(debug=lambda event, **fields: logged.append(fields)))
+    schema.CompletionBody.model_validate({"prompt": "x", "brand_new": 1, "seed": 7}).check_others()
+    assert logged == [{"field": "brand_new"}]
 
 
 @pytest.mark.parametrize(
