@@ -31,8 +31,9 @@ from engine.messages import (
     Ticket,
 )
 from kvtransfer.actions import Action, ClosePull, FreeTicket, HandOver, SendBlock, ToPuller
+from kvtransfer.paths import BETWEEN_PROCESSES
 
-TRANSPORTS = ("grpc", "memfd")  # that a stream may name
+TRANSPORTS = BETWEEN_PROCESSES  # that a stream may name
 WINDOW_BYTES = 8 << 20  # in flight per Pull; a puller may ask for less
 _FINAL = (Reason.LAYOUT_MISMATCH, Reason.INVALID_FIELD, Reason.UNIMPLEMENTED)  # another try fails the same way
 

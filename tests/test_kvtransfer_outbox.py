@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -187,6 +189,22 @@ def test_two_consumers_end_the_ticket_with_the_second_done() -> None:
     assert box.pull_message(2, PullDone(), 0.0) == [ClosePull(2), FreeTicket(9, None)]
 
 
+def test_two_consumers_are_served_at_the_same_time_and_a_third_takes_the_place_of_the_lowest() -> None:
+    box = outbox(2, consumers=2)
+    box.pull_message(1, opening(1), 0.0)
+    box.pull_message(2, opening(2), 0.0)
+    sealed = box.sealed(9, [handle(0)], 0.0)
+    assert [action.pull for action in sealed] == [1, 2]
+    third = box.pull_message(3, opening(3), 0.0)
+    assert third[:2] == [ToPuller(1, Failed(KEY._replace(placement=1), Reason.SUPERSEDED, True)), ClosePull(1)]
+    late = box.pull_message(4, opening(1), 0.0)
+    assert late[0].event.reason is Reason.SUPERSEDED and late[0].event.facts == {"placement": "3"}
+    box.sealed(9, [handle(1)], 0.0)
+    assert [action.pull for action in box.first_token(9, first_token(), 0.0)] == [2, 3]
+    assert box.pull_message(3, PullDone(), 0.0) == [ClosePull(3)]
+    assert box.pull_message(2, PullDone(), 0.0) == [ClosePull(2), FreeTicket(9, None)]
+
+
 def test_a_ticket_without_a_pull_is_kept_for_a_minute() -> None:
     box = outbox()
     box.pull_message(1, opening(), 10.0)
@@ -283,7 +301,9 @@ class OutboxMachine(RuleBasedStateMachine):
         self.ended: set[int] = set()
         self.open: dict[int, tuple[int, int]] = {}  # pull -> ticket, placement
         self.closing: set[int] = set()
-        self.best: dict[int, int] = {}
+        self.missing: dict[int, int] = {}  # consumers that have not taken it yet
+        self.consumers: dict[int, int] = {}
+        self.highest: dict[int, list[int]] = {}  # placements that have opened a Pull, as many as there are consumers
         self.announced: dict[int, set[int]] = {}
         self.token: set[int] = set()  # pulls that have token 0
         self.wanted: dict[int, set[int]] = {}
@@ -328,19 +348,20 @@ class OutboxMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.offer(6, 1000.0)
-        self.offer(4, 1000.0)
+        self.offer(6, 1000.0, 1)
+        self.offer(4, 1000.0, 2)
 
     @precondition(lambda self: len(self.size) < 3)
-    @rule(blocks=st.integers(1, 6), life=st.sampled_from([5.0, 1000.0]))
-    def offer(self, blocks: int, life: float) -> None:
+    @rule(blocks=st.integers(1, 6), life=st.sampled_from([5.0, 1000.0]), consumers=st.sampled_from([1, 1, 2, 3]))
+    def offer(self, blocks: int, life: float, consumers: int = 1) -> None:
         ticket = len(self.size) + len(self.ended)
         self.size[ticket] = blocks
         self.deadline[ticket] = self.now + life
         self.alone_since[ticket] = self.now
         self.sealed[ticket] = set()
-        self.best[ticket] = 0
-        offered = Ticket(ticket, NODE, blocks * 4, blocks, 60.0)
+        self.missing[ticket] = self.consumers[ticket] = consumers
+        self.highest[ticket] = []
+        offered = Ticket(ticket, NODE, blocks * 4, blocks, 60.0, (), consumers)
         generations = [0] * blocks
         self.box.offer(offered, KEY, 1, self.now + life, range(10, 10 + blocks), generations, self.now)
 
@@ -358,26 +379,38 @@ class OutboxMachine(RuleBasedStateMachine):
             self.perform(self.box.first_token(ticket, first_token(), self.now))
 
     @precondition(lambda self: self.size)
-    @rule(data=st.data(), placement=st.integers(1, 3), flaw=st.sampled_from([{}] * 6 + FLAWS), lost=st.integers(0, 9))
+    @rule(data=st.data(), placement=st.integers(1, 5), flaw=st.sampled_from([{}] * 6 + FLAWS), lost=st.integers(0, 9))
     def pull(self, data: st.DataObject, placement: int, flaw: dict[str, object], lost: int) -> None:
         ticket = self.ticket(data) if lost else 1000
         if ticket in {its for its, _ in self.open.values()} and data.draw(st.integers(0, 2)):
             return  # takeovers are the rarer case
         self.pulls += 1
         pull = self.pulls
-        before = {known for known, (its, _) in self.open.items() if its == ticket}
-        wins = not flaw and lost and placement >= self.best[ticket]
+        before = {known: its for known, (each, its) in self.open.items() if each == ticket}
+        gives_way = self.gives_way(ticket, placement, before) if lost else None
+        wins = not flaw and lost and not self.late(ticket, placement)
+        wins = wins and (gives_way is None or before[gives_way] <= placement)
         for state in (self.announced, self.wanted, self.started, self.flying):
             state[pull] = set()
         self.perform(self.box.pull_message(pull, opening(placement, ticket, **flaw), self.now), opening=pull)
         if wins:
-            assert before <= self.closing and pull not in self.closing
+            assert before.keys() & self.closing == ({gives_way} - {None}) and pull not in self.closing
             self.open[pull] = (ticket, placement)
-            self.best[ticket] = placement
+            seen = sorted({*self.highest[ticket], placement})
+            self.highest[ticket] = seen[-self.consumers[ticket] :]
             assert self.announced[pull] == self.sealed[ticket]
             assert (pull in self.token) == (ticket in self.has_first)
         else:
-            assert pull in self.closing and before.isdisjoint(self.closing)
+            assert pull in self.closing and self.closing.isdisjoint(before)
+
+    def gives_way(self, ticket: int, placement: int, others: dict[int, int]) -> int | None:
+        """Of these Pulls of the ticket, the one that ends if another begins with this placement."""
+        if own := [pull for pull, its in others.items() if its == placement]:
+            return own[0]
+        return min(others, key=lambda pull: others[pull]) if len(others) >= self.missing[ticket] else None
+
+    def late(self, ticket: int, placement: int) -> bool:
+        return len(self.highest[ticket]) == self.consumers[ticket] and placement < self.highest[ticket][0]
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), positions=st.sets(st.integers(0, 5), min_size=3), odd=st.integers(0, 19))
@@ -416,9 +449,10 @@ class OutboxMachine(RuleBasedStateMachine):
         ticket, _ = self.open[pull]
         if ticket not in self.has_first and data.draw(st.integers(0, 4)):
             return  # seldom too early
+        self.missing[ticket] -= ticket in self.has_first
         self.perform(self.box.pull_message(pull, PullDone(), self.now))
         assert pull in self.closing
-        assert (ticket in self.ended) == (ticket in self.has_first)
+        assert (ticket in self.ended) == (self.missing[ticket] == 0)
 
     @precondition(lambda self: self.open or self.closing)
     @rule(data=st.data())
@@ -466,7 +500,8 @@ class OutboxMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         assert len(self.box) == len(self.size)
         assert self.box.leased_blocks == sum(self.size.values())
-        assert len({ticket for ticket, _ in self.open.values()}) == len(self.open), "one Pull per ticket"
+        for ticket, pulls in Counter(ticket for ticket, _ in self.open.values()).items():
+            assert pulls <= self.missing[ticket], "as many Pulls as consumers that have not had it"
         for pull, (ticket, _) in self.open.items():
             assert self.announced[pull] == self.sealed[ticket]
             assert (pull in self.token) == (ticket in self.has_first)

@@ -169,7 +169,8 @@ def ready_before_everything_landed() -> Patches:
 
 def _done_anyway(self: Outbox, lease: Any, pull: Any, now: float) -> Any:
     del self._leases[lease.ticket.id]
-    return [*self._close(lease), FreeTicket(lease.ticket.id, None)]
+    closing = [action for each in list(lease.pulls.values()) for action in self._close(lease, each)]
+    return [*closing, FreeTicket(lease.ticket.id, None)]
 
 
 def a_credit_is_never_sent() -> Patches:

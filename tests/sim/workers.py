@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from decode_service.decoder import Decoder
@@ -17,8 +18,18 @@ from engine.batch import Batch, StepOutput
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
 from engine.fake_runner import FakeRunner
-from engine.messages import Heartbeat, Node, RouterHello, WorkerHello
-from kvtransfer.actions import Action, ClosePull, CloseStream, OpenPull, SendBlock, ToOwner, ToPuller, ToRouter
+from engine.messages import BlockHandle, Heartbeat, Node, RouterHello, WorkerHello
+from kvtransfer.actions import (
+    Action,
+    ClosePull,
+    CloseStream,
+    CopyBlock,
+    OpenPull,
+    SendBlock,
+    ToOwner,
+    ToPuller,
+    ToRouter,
+)
 from prefill_service.prefiller import Prefiller
 from router.workers import Role
 from tests.sim.network import End, Process, Stream
@@ -151,6 +162,7 @@ class PrefillProcess(WorkerProcess):
         self.core = self.prefiller = Prefiller(
             self.node, self.runner.layout, self.config, self.pool, vocab_size=VOCAB, eos_token_ids=EOS,
             rng=random.Random(self.rng.getrandbits(64)), ticket_ttl=self.world.tuning.ticket_ttl,
+            digests=self.world.digests,
         )  # fmt: skip
 
     def pull_opened(self, pull: int, stream: Stream) -> None:
@@ -203,8 +215,9 @@ class PrefillProcess(WorkerProcess):
 class _PullerPull:
     """One Pull at its puller: the writes that are under way."""
 
-    def __init__(self, stream: Stream | None) -> None:
-        self.stream = stream
+    def __init__(self, owner: PrefillProcess | None) -> None:
+        self.owner = owner
+        self.stream: Stream | None = None
         self.writing: set[int] = set()  # positions
         self.closed = False
 
@@ -214,9 +227,10 @@ class DecodeProcess(WorkerProcess):
 
     def make_core(self) -> None:
         self.pulls: dict[int, _PullerPull] = {}
+        self.routing = random.Random(self.node.incarnation)
         self.core = self.decoder = Decoder(
             self.node, self.runner.layout, self.config, self.pool,
-            vocab_size=self.runner.vocab_size, eos_token_ids=EOS,
+            vocab_size=self.runner.vocab_size, eos_token_ids=EOS, transport=self.world.paths[0],
             headroom=self.world.tuning.headroom, progress_seconds=self.world.tuning.progress_seconds,
         )  # fmt: skip
 
@@ -229,6 +243,10 @@ class DecodeProcess(WorkerProcess):
                 if state is not None and state.stream is not None:
                     state.stream.send(0, action.message)
                     self.world.faults.may_break(state.stream)
+            case CopyBlock():
+                state = self.pulls.get(action.pull)
+                if state is not None and not state.closed:
+                    self.copy(action.pull, state, action.handle)
             case CloseStream():
                 state = self.pulls.get(action.pull)
                 if state is not None:
@@ -245,7 +263,9 @@ class DecodeProcess(WorkerProcess):
             state = self.pulls[action.pull] = _PullerPull(None)
             self.post(self.rng.uniform(0.01, 1.0), lambda: self.stream_over(action.pull, state))
             return
-        state = self.pulls[action.pull] = _PullerPull(None)
+        state = self.pulls[action.pull] = _PullerPull(owner)
+        transport = self.routing.choice(self.world.paths)  # as pairing finds them, which may change
+        self.decoder.reroute(action.pull, transport, transport)
         at_owner = self.world.next_pull()
         near = End(
             self, lambda m: self.pull_message(action.pull, state, m), lambda: self.stream_over(action.pull, state)
@@ -253,7 +273,7 @@ class DecodeProcess(WorkerProcess):
         far = End(owner, lambda m: owner.pull_message(at_owner, m), lambda: owner.pull_closed(at_owner))
         state.stream = self.world.network.open(near, far)
         owner.pull_opened(at_owner, state.stream)
-        state.stream.send(0, action.message)
+        state.stream.send(0, replace(action.message, transport=transport))
 
     def beat(self) -> None:
         for state in self.pulls.values():
@@ -274,6 +294,22 @@ class DecodeProcess(WorkerProcess):
         state.writing.add(position)
         self.post(self.world.faults.write_seconds(), lambda: self.written(pull, state, position, block, data))
 
+    def copy(self, pull: int, state: _PullerPull, handle: BlockHandle) -> None:
+        """One-sided: reads whatever is in the owner's memory by then, whether the owner lives, died or began anew."""
+        block = self.decoder.destination(pull, handle.position)
+        if block is None:
+            return
+        state.writing.add(handle.position)
+        owner = state.owner
+        assert owner is not None, f"pull {pull} copies from nobody"
+
+        def read() -> None:
+            data = self.world.faults.bytes_of(owner.runner.read_block(handle.id))
+            seconds = self.world.faults.write_seconds()
+            self.post(seconds, lambda: self.written(pull, state, handle.position, block, data))
+
+        self.post(self.rng.random() * self.world.tuning.copy_seconds, read)
+
     def written(self, pull: int, state: _PullerPull, position: int, block: int, data: bytes) -> None:
         """The write lands whatever has happened meanwhile; only then may its stream count as closed."""
         if self.pool.refs(block) == 0:
@@ -281,7 +317,8 @@ class DecodeProcess(WorkerProcess):
         self.runner.write_block(block, data)
         state.writing.discard(position)
         if self.decoder.destination(pull, position) is not None:
-            digest = self.runner.cache.digest(block, position, self.decoder.block_tokens(pull, position))
+            tokens = self.decoder.block_tokens(pull, position)
+            digest = self.runner.cache.digest(block, position, tokens) if self.world.digests else 0
             self.act(self.decoder.copied(pull, position, digest, self.clock.now))
         if state.closed:
             self.stream_over(pull, state)

@@ -251,7 +251,12 @@ class World:
         self.clock = Clock()
         self.network = Network(self.clock, self.rng, self.tuning.max_delay, self.tuning.silence, self.tuning.loss)
         self.trace = trace
+        kind = random.Random(f"paths-{seed}")  # its own draw: the others stay those of a seed
+        self.paths = kind.choice((("grpc",), ("memfd",), ("nixl",), ("grpc", "memfd", "nixl")))
+        self.digests = kind.random() < 0.5
         self.faults = Faults(self)
+        if not self.digests:
+            self.faults.corrupt = 0.0  # nothing would notice
         self.faults.calm = self.poison = poison
         self.router = RouterProcess(self)
         self.workers: list[WorkerProcess] = [
