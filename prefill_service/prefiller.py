@@ -103,6 +103,7 @@ class Prefiller:
         self._promises = promises
         self.draining = False
         self.ignored: Counter[str] = Counter()
+        self.expired_leases = 0  # computed prompts that nobody came for in time
         self.sessions: dict[int, RouterHello] = {}
         self.scheduler = PrefillScheduler(pool, config, eos_token_ids, digests=digests, depth=depth)
         self.outbox = Outbox(
@@ -351,6 +352,7 @@ class Prefiller:
         """The outbox ended the ticket of a live job: delivered, expired or past its deadline."""
         job = self._forget(key, now)
         if isinstance(job, Lease):  # its router has token 0, and learns the rest from the decode worker
+            self.expired_leases += reason is not None
             return []
         return [_failed(key, reason or Reason.STALE_TICKET, resumable=reason is not Reason.DEADLINE)]
 

@@ -103,7 +103,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
         for export in transports.exports:
             export.start()
         self._hello = engine.hello(node, [*beside, *transports.offers])
-        self.observer.serving(core, self._hello, self._options.model)
+        self.observer.serving(core, self._hello, self._options.model, lambda: core.expired_leases)
         return transports
 
     @property

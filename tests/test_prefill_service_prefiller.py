@@ -443,9 +443,9 @@ def test_a_ticket_that_nobody_pulls_is_freed_after_a_minute() -> None:
     worker.start(1, prompt(20), deadline=600.0)
     worker.run()
     worker.tick(59)
-    assert not worker.core.idle
+    assert not worker.core.idle and worker.core.expired_leases == 0
     worker.tick(2)
-    assert worker.core.idle
+    assert worker.core.idle and worker.core.expired_leases == 1
 
 
 def test_a_failed_step_fails_its_own_requests_only() -> None:

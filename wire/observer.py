@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter as Tally
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -75,9 +76,9 @@ class Observer:
             self._transferred = make.histogram("kv_transfer_seconds", "From admission to the last block.", SHORT)
             self._computed = make.histogram("request_decode_time_seconds", "Computing the answer.", STAGES)
 
-    def serving(self, core: Core, hello: WorkerHello, model: str) -> None:
-        """The model is loaded: from now on its standing can be read."""
-        self._standing = Standing(self.role, core, hello, model)
+    def serving(self, core: Core, hello: WorkerHello, model: str, expired: Callable[[], int] | None = None) -> None:
+        """The model is loaded: from now on its standing can be read. `expired` counts leases that ran out."""
+        self._standing = Standing(self.role, core, hello, model, expired)
         self.series.registry.register(self._standing)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from prometheus_client.metrics_core import Metric
@@ -28,9 +28,12 @@ class Core(Protocol):
 
 
 class Standing:
-    """A collector. `model` is what the worker serves."""
+    """A collector. `model` is what the worker serves, `expired` how many leases nobody came for, if it grants any."""
 
-    def __init__(self, role: str, core: Core, hello: WorkerHello, model: str) -> None:
+    def __init__(
+        self, role: str, core: Core, hello: WorkerHello, model: str, expired: Callable[[], int] | None
+    ) -> None:
+        self._expired = expired
         self.core = core
         self.model = model
         self._role = role
@@ -56,6 +59,9 @@ class Standing:
         ignored: Values = {(role, kind): count for kind, count in self.core.ignored.items()}
         yield total("ignored_messages", "Messages that came late, twice or for nobody.", ignored, "role", "kind")
         yield self._config()
+        if self._expired is not None:
+            leases: Values = {(role,): self._expired()}
+            yield total("kv_lease_expired", "Computed prompts that nobody came for in time.", leases, "role")
         if role == "decode":
             yield from self._paths(load)
 
