@@ -251,4 +251,4 @@ def test_without_a_gpu_auto_says_so_and_cuda_refuses(tmp_path: Path) -> None:
 
 def test_the_card_and_its_share_are_flags(tmp_path: Path) -> None:
     options = parse(ROLE, ["--model", "m"], {})
-    assert (options.device, options.gpu_memory_utilization, options.kv_memory) == ("cpu", 0.9, None)
+    assert (options.device, options.gpu_memory_utilization, options.kv_memory) == ("auto", 0.9, None)

@@ -128,7 +128,12 @@ def _parser(role: Role) -> Parser:
     add("--name", help="stable name in logs (default: role and port)")
     add("--block-size", type=int, choices=(16, 32, 64, 128), default=16, help="tokens per KV block (%(default)s)")
     add("--kv-memory", type=parse_bytes, help="for KV blocks, such as 4GiB (default: 1GiB; on a card what is left)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="cpu", help="auto: a CUDA card if there is one")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: a CUDA card that can be used (%(default)s)",
+    )
     add(
         "--gpu-memory-utilization",
         type=share,
