@@ -55,6 +55,18 @@ def test_workers_that_share_a_card_are_told_its_share_and_the_router_is_not() ->
     assert "--device" not in programs(Topology("smollm2"))[1].argv, "the worker's own rule decides"
 
 
+def test_one_shared_worker_stands_for_both_kinds_and_has_the_machine_to_itself() -> None:
+    router, worker = programs(Topology("smollm2", shared=True))
+    assert (worker.name, worker.address) == ("shared-1", "127.0.0.1:50061")
+    assert flag(router, "--prefill") == flag(router, "--decode") == "127.0.0.1:50061"
+    assert flag(worker, "--workers-on-host") == "1"
+
+
+def test_shared_does_not_go_with_several_workers() -> None:
+    with pytest.raises(CommandFailed, match="--shared starts one process .* --prefill 2 --decode 1$"):
+        check_ports(Topology("smollm2", shared=True, prefill=2))
+
+
 def test_a_folder_named_like_our_package_in_the_working_directory_is_not_started() -> None:
     assert all("-P" in program.argv for program in programs(Topology("smollm2")))
 

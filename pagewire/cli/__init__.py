@@ -70,6 +70,9 @@ def up(
     ] = "smollm2",
     prefill: Annotated[int, typer.Option(min=1, help="How many prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="How many decode workers.")] = 1,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="One process has both stages, one copy of the weights and one KV pool.")
+    ] = False,
     host: Annotated[str, typer.Option(help="Where the router listens; workers stay on 127.0.0.1.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The router's gRPC port.")] = 50051,
     http_port: Annotated[int, typer.Option(help="The router's HTTP port: OpenAI's API and /metrics.")] = 8000,
@@ -102,7 +105,12 @@ def up(
         str | None, typer.Option(help="auto, float32, bfloat16 or float16 (default: auto, float32 on the CPU).")
     ] = None,
     row_tile: RowTile = None,
-    transport: Annotated[str | None, typer.Option(help="How KV blocks move: auto, memfd or grpc.")] = None,
+    transport: Annotated[
+        str | None, typer.Option(help="How KV blocks move: auto, cuda_ipc, memfd, nixl or grpc (default: auto).")
+    ] = None,
+    min_transfer_gbps: Annotated[
+        float | None, typer.Option(min=0, metavar="GB/S", help="Use no path that measures less (default: any).")
+    ] = None,
     kv_digest: Annotated[str | None, typer.Option(help="on or off: compare copied bytes with their owner's.")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Where converted models are kept.")] = None,
     grace: Annotated[

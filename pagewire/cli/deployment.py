@@ -23,8 +23,13 @@ from wire.ports import PortTaken, at, check_free
 from wire.security import InsecureAddress, Security
 
 ROUTER_SERVICE = "pagewire.v1.GenerationService"
-WORKER_SERVICES = {"prefill": "pagewire.v1.PrefillService", "decode": "pagewire.v1.DecodeService"}
-MODULES = {"prefill": "prefill_service", "decode": "decode_service"}
+WORKER_SERVICES = {
+    "prefill": "pagewire.v1.PrefillService",
+    "decode": "pagewire.v1.DecodeService",
+    "shared": "pagewire.v1.DecodeService",  # ready when its other one is
+}
+MODULES = {"prefill": "prefill_service", "decode": "decode_service", "shared": "shared_service"}
+STAGES = ("prefill", "decode")
 WORKER_HOST = "127.0.0.1"  # workers talk to this host's router and to each other only
 EXIT_SECONDS = 5.0  # beyond the grace, for a process to end by itself before it is killed
 HEALTH_INTERVAL = 0.1  # seconds between two looks at a process that is not ready yet
@@ -40,6 +45,7 @@ class Topology:
     http_port: int = 8000
     prefill: int = 1
     decode: int = 1
+    shared: bool = False  # one process has both stages, at the first prefill worker's ports
     prefill_port: int = 50061
     decode_port: int = 50071
     prefill_http_port: int = 8061  # of /metrics; the n-th worker of a kind adds n - 1
@@ -56,6 +62,7 @@ class Topology:
     dtype: str | None = None
     row_tile: int | None = None
     transport: str | None = None
+    min_transfer_gbps: float | None = None
     kv_digest: str | None = None
     cache_dir: Path | None = None
     grace: float = 30.0  # seconds that running requests have when it stops
@@ -78,6 +85,9 @@ class Topology:
 
     def workers(self) -> Iterator[tuple[str, int, int, int]]:
         """(role, number from 1, port, HTTP port): the n-th worker of a kind adds n - 1 to its kind's ports."""
+        if self.shared:
+            yield "shared", 1, self.prefill_port, self.prefill_http_port
+            return
         for role, count, first, first_http in (
             ("prefill", self.prefill, self.prefill_port, self.prefill_http_port),
             ("decode", self.decode, self.decode_port, self.decode_http_port),
@@ -89,11 +99,12 @@ class Topology:
 def programs(topology: Topology) -> list[Program]:
     """The router first, then the workers."""
     python = (sys.executable, "-P", "-m")
-    addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
+    addresses: dict[str, list[str]] = {stage: [] for stage in STAGES}
     workers = []
     for role, number, port, http_port in topology.workers():
         address = f"{WORKER_HOST}:{port}"
-        addresses[role].append(address)
+        for stage in STAGES if role == "shared" else (role,):
+            addresses[stage].append(address)
         argv = (*python, MODULES[role], "--host", WORKER_HOST, "--port", str(port), *worker_flags(topology))
         argv += ("--http-port", str(http_port))
         workers.append(Program(f"{role}-{number}", role, argv, address, WORKER_SERVICES[role]))
@@ -124,10 +135,11 @@ def worker_flags(topology: Topology) -> tuple[str, ...]:
         "--dtype": topology.dtype,
         "--row-tile": topology.row_tile,
         "--transport": topology.transport,
+        "--min-transfer-gbps": topology.min_transfer_gbps,
         "--kv-digest": topology.kv_digest,
     }
     given = [part for flag, value in values.items() if value is not None for part in (flag, str(value))]
-    count = topology.prefill + topology.decode
+    count = len(list(topology.workers()))
     return (*_model_flags(topology), "--workers-on-host", str(count), *given)
 
 
@@ -145,8 +157,12 @@ def check_security(topology: Topology) -> Security:
 
 def check_ports(topology: Topology) -> None:
     """Raises CommandFailed naming the first taken port, who holds it, and the flag that chooses another."""
+    if topology.shared and (topology.prefill, topology.decode) != (1, 1):
+        said = f"--prefill {topology.prefill} --decode {topology.decode}"
+        raise CommandFailed(f"--shared starts one process for both stages: it does not go with {said}", exit_code=2)
     wanted = [("--port", topology.host, topology.port)]
     for role, _, port, http_port in topology.workers():
+        role = "prefill" if role == "shared" else role  # the flags that choose its ports
         wanted += [(f"--{role}-port", WORKER_HOST, port), (f"--{role}-http-port", WORKER_HOST, http_port)]
     wanted.append(("--http-port", topology.host, topology.http_port))
     seen: dict[int, str] = {}
@@ -232,8 +248,9 @@ class Deployment:
         return died
 
     def can_serve(self) -> bool:
-        """The router and at least one worker of each kind are running."""
-        return {child.program.role for child in self.children if child.running} == {"router", *MODULES}
+        """The router and at least one worker for each stage are running."""
+        roles = {child.program.role for child in self.children if child.running}
+        return "router" in roles and ("shared" in roles or roles.issuperset(STAGES))
 
     def farewell(self) -> str:
         """What is said when it stops: whether somebody may still be served."""

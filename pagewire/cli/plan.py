@@ -83,7 +83,7 @@ async def dry_run(topology: Topology, sources: Mapping[str, tuple[object, str]],
 
 
 def memory_plan(topology: Topology, folder: Path) -> Memory:
-    """What each decode worker would take. Raises CommandFailed, with the worker's own sentence."""
+    """What each worker that decodes would take. Raises CommandFailed, with the worker's own sentence."""
     from engine.config import ModelConfig, ModelError
     from engine.messages import KvLayout
     from kvtransfer.startup import BYTES, engine_config
@@ -92,7 +92,7 @@ def memory_plan(topology: Topology, folder: Path) -> Memory:
     from wire.options import parse
     from wire.worker import CannotStart
 
-    role = import_module(f"{MODULES['decode']}.config").ROLE
+    role = import_module(f"{MODULES['shared' if topology.shared else 'decode']}.config").ROLE
     try:
         options = parse(role, worker_flags(topology), os.environ)
         model = ModelConfig.from_dir(folder)
@@ -114,7 +114,7 @@ def memory_plan(topology: Topology, folder: Path) -> Memory:
         blocks=config.num_blocks if config else None,
         block_size=options.block_size,
         max_model_len=options.max_model_len or model.max_position_embeddings,
-        workers=topology.prefill + topology.decode,
+        workers=len(list(topology.workers())),
         total=card or psutil.virtual_memory().total,
     )
 
