@@ -18,10 +18,10 @@ class CallTrace:
     def __init__(self, tracing: Tracing, checked: CheckedRequest, model: str, incoming: Incoming) -> None:
         self._tracing = tracing
         self._model = model
-        self._began = time.monotonic()
         operation = "chat" if isinstance(checked.source, ChatPrompt) else "text_completion"
         attributes = _asked(checked, operation, model) if tracing.on else {}
         self._span = tracing.begin(f"{operation} {model}", incoming, attributes)
+        self._began = time.monotonic()
         self._over = False
 
     @property

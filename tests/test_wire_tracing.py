@@ -224,6 +224,25 @@ def test_tracing_is_off_where_the_environment_does_not_ask_for_it_or_asks_for_wh
     assert OFF.begin("chat", sent, {}).traceparent == TRACEPARENT, "a caller's context goes on to the workers"
 
 
+def test_a_collector_that_is_not_there_holds_nobody_up() -> None:
+    """Neither a request's spans nor the end of the process wait for it."""
+    code = """
+import asyncio, os, time
+from wire.tracing import NOTHING, start
+os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:9"
+tracing = start(os.environ, "router", "r")
+began = time.monotonic()
+tracing.begin("chat", NOTHING, {}).end({})
+tracing.record("prefill", "", began, began, {})
+assert time.monotonic() - began < 0.5
+asyncio.run(tracing.close())
+print(time.monotonic() - began)
+"""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 4 and time.monotonic() - began < 10, "the process ends with it"
+
+
 def test_without_the_extra_one_line_says_what_to_install() -> None:
     code = """
 import sys

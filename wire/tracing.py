@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 log = get_logger("tracing")
 
+LOOK_S = 60.0  # how often the difference of the clocks is looked up
 FLUSH_S = 2.0  # how long the last spans may take to leave
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
@@ -164,40 +167,60 @@ class Spans:
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("pagewire", metadata.version("pagewire"))
+        self._looked_at, self._difference = -math.inf, 0.0
 
     def begin(self, name: str, incoming: Incoming, attributes: Attributes) -> Span:
         from opentelemetry.trace import SpanKind
 
-        span = self._tracer.start_span(name, _context(incoming), SpanKind.SERVER, dict(attributes))
-        return _OpenSpan(span)
+        began = self._wall(time.monotonic())
+        span = self._tracer.start_span(
+            name, _context(incoming), SpanKind.SERVER, attributes=dict(attributes), start_time=began
+        )
+        return _OpenSpan(span, self._wall)
 
     def record(
         self, name: str, parent: str, began: float, ended: float, attributes: Attributes, error: str = ""
     ) -> str:
-        now, wall = time.monotonic(), time.time_ns()
-        start, end = (wall - round((now - at) * 1e9) for at in (began, ended))
+        start = self._wall(began)
         span = self._tracer.start_span(
             name, _context(Incoming.of(parent, None)), attributes=dict(attributes), start_time=start
         )
         _fail(span, error)
-        span.end(max(start, end))
+        span.end(max(start, self._wall(ended)))
         return _traceparent(span)
 
+    def _wall(self, at: float) -> int:
+        """Nanoseconds of the wall clock. Spans of one trace see one difference of the clocks, looked up each minute."""
+        if (now := time.monotonic()) - self._looked_at > LOOK_S:
+            self._looked_at = now
+            self._difference = time.time() - now
+        return round((at + self._difference) * 1e9)
+
     async def close(self) -> None:
-        """The exporter may wait for a collector that is not there: whoever ends does not wait with it."""
+        """The exporter may wait for a collector that is not there: whoever ends does not wait with it, nor for its
+        thread."""
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+
+        def shut_down() -> None:
+            self._provider.shutdown()
+            with contextlib.suppress(RuntimeError):  # the loop is over, since nobody waited so long
+                loop.call_soon_threadsafe(over.set)
+
+        threading.Thread(target=shut_down, name="last-spans", daemon=True).start()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.to_thread(self._provider.shutdown), FLUSH_S)
+            await asyncio.wait_for(over.wait(), FLUSH_S)
 
 
 class _OpenSpan:
-    def __init__(self, span: OtelSpan) -> None:
+    def __init__(self, span: OtelSpan, wall: Callable[[float], int]) -> None:
         self._span = span
+        self._wall = wall
         self.traceparent = _traceparent(span)
 
     def end(self, attributes: Attributes, error: str = "") -> None:
         self._span.set_attributes(dict(attributes))
         _fail(self._span, error)
-        self._span.end()
+        self._span.end(self._wall(time.monotonic()))
 
 
 def _fail(span: OtelSpan, error: str) -> None:
