@@ -1,12 +1,15 @@
 """A second pair of hands for work on blocks in the CPU's memory: copies and digests, a block at a time.
 
-One thread helps whichever thread has the work. Both take the next item until none is left, so that a helper which the
-system keeps waiting costs at most one item's time. The functions that are called must release the interpreter, as
-numpy's copies and xxhash do.
+One thread helps the one that has the work. Both take the next item until none is left, so that a helper which the
+system keeps waiting costs at most one item's time. Both give way to the threads that compute: a landing may take a
+little longer, a decode step that runs meanwhile must not. The functions that are called must release the interpreter,
+as numpy's copies and xxhash do.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,14 +20,22 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 ALONE = 2  # items that are not worth waking anybody
+NICE = 5  # how far these threads stand behind others: a quarter of a core where all cores compute
+
+
+def give_way() -> None:
+    """The calling thread alone, as Linux has it."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 class Hands:
     def __init__(self) -> None:
-        self._helper = ThreadPoolExecutor(1, "hands")
+        self._helper = ThreadPoolExecutor(1, "hands", initializer=give_way)
+        self._known: int | None = None  # the thread that has the work
 
     def each(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """`work` of every item, in order. Returns when neither thread is at any of them; raises what `work` raised."""
+        self.calm()
         if len(items) <= ALONE:
             return [work(item) for item in items]
         todo = deque(enumerate(items))
@@ -49,6 +60,12 @@ class Hands:
     def begin(self, work: Callable[Given, Result], *given: Given.args, **more: Given.kwargs) -> Future[Result]:
         """On the helper alone, after what it was given before."""
         return self._helper.submit(work, *given, **more)
+
+    def calm(self) -> None:
+        """The calling thread, which does nothing else, gives way too."""
+        if self._known != threading.get_native_id():
+            self._known = threading.get_native_id()
+            give_way()
 
     def close(self) -> None:
         self._helper.shutdown(wait=False)

@@ -215,6 +215,7 @@ class NixlSource:
 
     def copy(self, cache: Cache, copies: Sequence[Copy]) -> list[int]:
         """Two groups of blocks are under way at a time, and the one before is digested by the other hand."""
+        self._hands.calm()
         most = max(1, GROUP_BYTES // self._agent.block_bytes)
         groups = [copies[first : first + most] for first in range(0, len(copies), most)]
         reading: deque[tuple[Sequence[Copy], Any, str]] = deque()
