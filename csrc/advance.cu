@@ -44,8 +44,8 @@ __device__ __forceinline__ int moved_on(const State& state, int r, int token, in
 }
 
 // One ring entry: HEADER + 2 * rows ints. The header is the step's number, an unused word, and 64 bits of nanoseconds
-// each when the step began and ended; then come the tokens, then what each row did. The number is written last: an entry
-// is whole once it shows its step. The ring is pinned memory of the host.
+// each when the step began and ended; then come the tokens, then what each row did. The ring is pinned memory of the host,
+// who reads an entry after the step has ended.
 constexpr int HEADER = 8;
 
 extern "C" __global__ void __launch_bounds__(1024)
@@ -65,18 +65,16 @@ extern "C" __global__ void __launch_bounds__(1024)
         entry[HEADER + r] = token;
         entry[HEADER + rows + r] = did;
     }
-    __threadfence_system();
-    __syncthreads();
+    __syncthreads();  // all know the step's number
     if (threadIdx.x == 0) {
         unsigned long long start = began == nullptr ? 0 : *began, end;
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(end));
         *step = number + 1;
+        entry[0] = int(number);
         entry[2] = int(start & 0xffffffffu);
         entry[3] = int(start >> 32);
         entry[4] = int(end & 0xffffffffu);
         entry[5] = int(end >> 32);
-        __threadfence_system();
-        *reinterpret_cast<volatile int*>(entry) = int(number);
     }
 }
 

@@ -1,7 +1,7 @@
 // Splits a step's attention over the persistent grid from lengths that only the device knows.
 //
 // One block of 1024 threads, once a step and before the first layer; see attention_plan.cuh for what it writes. Shared
-// memory: (rows + 1) ints. Every length may change between two replays of a graph.
+// memory: 20 bytes a row. Every length may change between two replays of a graph.
 #include "attention_plan.cuh"
 
 constexpr int THREADS = 1024;
@@ -24,15 +24,21 @@ __device__ __forceinline__ Pair exclusive(Pair mine, Pair* scratch, Pair& total)
     }
     if (lane == WARP - 1) scratch[warp] = sum;
     __syncthreads();
-    Pair before = {0, 0};
-    total = {0, 0};
-    for (int w = 0; w < THREADS / WARP; w++) {
-        if (w == warp) before = total;
-        total.units += scratch[w].units, total.filled += scratch[w].filled;
+    Pair warps = scratch[lane];  // as many as lanes
+#pragma unroll
+    for (int d = 1; d < WARP; d *= 2) {
+        const int units = __shfl_up_sync(0xffffffffu, warps.units, d),
+                  filled = __shfl_up_sync(0xffffffffu, warps.filled, d);
+        if (lane >= d) warps.units += units, warps.filled += filled;
     }
+    const auto of = [&](int v, int w) { return __shfl_sync(0xffffffffu, v, w); };
+    total = {of(warps.units, WARP - 1), of(warps.filled, WARP - 1)};
+    const Pair before = {of(warps.units, (warp + WARP - 1) % WARP), of(warps.filled, (warp + WARP - 1) % WARP)};
     __syncthreads();
-    return {before.units + sum.units - mine.units, before.filled + sum.filled - mine.filled};
+    return {(warp > 0 ? before.units : 0) + sum.units - mine.units,
+            (warp > 0 ? before.filled : 0) + sum.filled - mine.filled};
 }
+static_assert(THREADS == WARP * WARP, "a warp adds up the warps");
 
 // Units per block. When all rows are equally long, a share that ends with a row's units needs fewer merges: worth 8% of
 // the blocks while shares are short, because the memory, not the blocks, is the limit.
@@ -91,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                    const int* __restrict__ tables,   // [rows, table_stride] block ids
                    int* __restrict__ plan,           // see attention_plan.cuh
                    int rows, int table_stride, int kv_heads, int grid) {
-    extern __shared__ int before[];  // units, of one head, of the filled rows before each
+    extern __shared__ int4 filled_rows[];                     // [rows], as in the plan
+    int* before = reinterpret_cast<int*>(filled_rows + rows);  // [rows]: units, of one head, of the filled rows before each
     __shared__ Pair scratch[THREADS / WARP];
     __shared__ int shortest, longest, share;
     const int thread = threadIdx.x, unit_heads = kv_heads * UNITS_PER_KV_HEAD;
@@ -112,11 +119,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Pair total;
         Pair mine = exclusive({length > 0 ? units : 0, length > 0}, scratch, total);
         mine.units += sum.units, mine.filled += sum.filled;
+        const int least = __reduce_min_sync(0xffffffffu, length > 0 ? units : INT_MAX),
+                  most = __reduce_max_sync(0xffffffffu, length > 0 ? units : 0);
+        if (thread % WARP == 0 && most > 0) atomicMin(&shortest, least), atomicMax(&longest, most);
         if (length > 0) {
             before[mine.filled] = mine.units;
-            row_of[mine.filled] = make_int4(row, length, first, units);
-            atomicMin(&shortest, units);
-            atomicMax(&longest, units);
+            filled_rows[mine.filled] = row_of[mine.filled] = make_int4(row, length, first, units);
         } else if (row < rows) {
             row_of[rows - 1 - (row - mine.filled)] = make_int4(row, 0, 0, 0);
         }
@@ -132,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     for (int block = thread; block < grid; block += THREADS) {
         const int start = block * share;
-        write(records + block, start, min(max(units - start, 0), share), before, row_of, sum.filled, unit_heads, tables,
+        write(records + block, start, min(max(units - start, 0), share), before, filled_rows, sum.filled, unit_heads, tables,
               table_stride);
     }
 }

@@ -30,7 +30,7 @@ constexpr int PITCH = TILES * 64 + 4;  // floats; the 4 keep a warp's stores apa
 constexpr int QUADS = OUT / 4;
 constexpr int ENDINGS = (COLS * QUADS + CONSUMERS * SPLIT - 1) / (CONSUMERS * SPLIT);  // of 4 outputs, by each thread
 constexpr int SQUARES = (COLS * 8 + CONSUMERS - 1) / CONSUMERS;
-static_assert(TILES % GROUPS == 0, "a product that cannot be cut this way");
+static_assert(TILES % GROUPS == 0 && OUT % BOX == 0, "a product that cannot be cut this way");
 
 struct Args {
     const elem* bias;  // [N] or null; [2 N] with SILU

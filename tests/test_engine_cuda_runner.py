@@ -135,6 +135,22 @@ def test_a_row_that_goes_on_is_not_sent_again_and_one_without_a_block_waits_for_
     assert sent[15] > 0 and sent[16] == 0  # position 16 came with the second block
 
 
+def test_a_batch_that_shrank_runs_a_smaller_graph_and_its_tokens_stay_the_same() -> None:
+    config = EngineConfig(block_size=16, num_blocks=80, max_num_seqs=8, max_num_batched_tokens=200, max_model_len=64)
+    prompts = [[5 + i, 6, 7] for i in range(7)]
+    params = [
+        SamplingParams(seed=i, max_tokens=20 if i in (2, 6) else 3, ignore_eos=True, repetition_penalty=1.0 + i % 2)
+        for i in range(7)
+    ]  # numbers 2 and 6 have places in the middle and at the end
+    expected, _ = run(on_cpu(config), config, prompts, params)
+    runner, sizes = emulated(config), list[int]()
+    decode = runner._decode
+    runner._decode = lambda rows: (sizes.append(rows), decode(rows))[1]  # type: ignore[method-assign,func-returns-value]
+    found, _ = run(runner, config, prompts, params)
+    assert [[t.token_id for t in one] for one in found] == [[t.token_id for t in one] for one in expected]
+    assert sizes[0] == 8 and sizes[-1] == 2
+
+
 def test_every_kernel_that_it_launches_is_among_those_compiled_ahead() -> None:
     config = EngineConfig(block_size=16, num_blocks=80, max_num_seqs=70, max_num_batched_tokens=40, max_model_len=64)
     runner = emulated(config, warm=True)

@@ -22,6 +22,7 @@ _HEADER, _RECORD = 32, 64  # int32
 _RESERVED = 1024 + 128  # bytes of shared memory per block: the driver's, and what is declared in the kernel
 _WARPS = 4
 _IN_FLIGHT = 64 << 10  # bytes on a multiprocessor, by which an H200's memory is saturated
+_NARROW = (8, 2, 2, 1)  # warps, stages, buffers, blocks for head dim 64 and small groups, the fastest on an H200
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,10 @@ def geometry(shape: AttentionShape, shared_per_multiprocessor: int) -> Geometry:
     """Two blocks of two buffers where they fit; as many stages as keep _IN_FLIGHT on their way: more is slower."""
     if shape.dtype == "float32":
         return Geometry(_WARPS, stages=1, buffers=1, ctas=4, shared_bytes=0)
+    if shape.head_dim == 64 and shape.group <= 8:
+        found = fitted(shape, *_NARROW)
+        if found.shared_bytes <= shared_per_multiprocessor // found.ctas - _RESERVED:
+            return found
     stage = _WARPS * 16 * shape.head_dim * 2 * 2
     for ctas, buffers in ((2, 2), (2, 1), (1, 2), (1, 1)):
         enough = 1 + -(-_IN_FLIGHT // (ctas * stage))
@@ -108,6 +113,11 @@ def kernels(shape: AttentionShape, chosen: Geometry) -> tuple[Kernel, Kernel]:
         "CTAS": chosen.ctas,
     }
     return kernel("plan", **settings), kernel("paged_attention", **settings)
+
+
+def plan_shared(rows: int) -> int:
+    """Bytes of shared memory that the planner needs."""
+    return 20 * rows
 
 
 def plan_words(shape: AttentionShape, kv_heads: int, grid: int, max_rows: int) -> int:
@@ -137,7 +147,7 @@ class PagedAttention:
         self.grid = device.get_attribute(attributes.MULTIPROCESSOR_COUNT) * self.geometry.ctas
         arch = architecture(*device.compute_capability())
         planner, attention = kernels(shape, self.geometry)
-        self._plan = _function(cubin(planner, arch, cache_dir), "plan_attention", "PPPiiii", 4 * (max_rows + 1))
+        self._plan = _function(cubin(planner, arch, cache_dir), "plan_attention", "PPPiiii", plan_shared(max_rows))
         self._run = _function(
             cubin(attention, arch, cache_dir), "paged_attention", "PPPPPPqiiiiff", self.geometry.shared_bytes
         )
@@ -159,7 +169,7 @@ class PagedAttention:
             table_stride,
             self.kv_heads,
             self.grid,
-            shared_size=4 * (rows + 1),
+            shared_size=plan_shared(rows),
         )
 
     def run(

@@ -220,6 +220,7 @@ def skinny(
     """
     assert (ending is Ending.ROPE) == (heads is not None), "heads are for ROPE, which needs them"
     assert inputs % shape.inputs == 0 and outputs % 4 == 0, f"{inputs} inputs do not split"
+    assert shape.stages > 1 or inputs == shape.inputs, "a stage is given back while the next one is worked on"
     settings = {
         "COLS": shape.columns,
         "TILES": shape.tiles,
@@ -258,7 +259,7 @@ def skinny_shape(outputs: int, inputs: int, rows: int, ending: Ending, dtype: st
         stages, depth = {16: (8, 2), 32: (8, 2), 64: (6, 2), 128: (8, 1)}[columns]
         return SkinnyShape(columns, 1, 1, stages, 2, depth)
     if ending is Ending.SILU:
-        return {16: SkinnyShape(16, 2, 2, 6), 32: SkinnyShape(32, 2, 2, 5), 64: SkinnyShape(64, 2, 2, 4),
+        return {16: SkinnyShape(16, 2, 2, 6), 32: SkinnyShape(32, 2, 2, 5, depth=2), 64: SkinnyShape(64, 2, 2, 4),
                 128: SkinnyShape(128, 4, 2, 4)}[columns]  # fmt: skip
     if columns == 128:
         return SkinnyShape(64, 3, 3, 6, 2)
@@ -275,11 +276,14 @@ def _narrow_shape(inputs: int, rows: int, ending: Ending) -> SkinnyShape | None:
     split = 2 if ending is Ending.RESIDUAL and inputs % 384 == 0 and inputs >= 1024 else 1
     chunks = inputs // 64 // split
     depth = next(depth for depth in (3, 2, 1) if chunks % depth == 0)
-    columns, tiles = (64 if rows > 128 else 32), 1
+    columns, tiles = 32, 1
     if ending is Ending.SILU:
-        columns, tiles = (16, 1) if rows <= 32 else (columns, 2)
-    if ending is Ending.SILU and columns == 64:
-        depth = 1
+        columns, tiles = (16, 1) if rows <= 32 else (32, 2) if rows <= 128 else (64, 2)
+        depth = 1 if columns == 64 else depth
+    elif ending is Ending.ROPE:
+        columns = 16 if rows <= 128 else 32
+    elif split == 2 and rows > 128:
+        columns = 64
     stages = min(chunks // depth, (200 << 10) // (depth * 128 * (64 * tiles + columns)))
     return SkinnyShape(columns, tiles, tiles, stages, split, depth)
 

@@ -185,7 +185,7 @@ class CudaLlama:
         config, weights, places, launch = self.config, self.weights, inputs.places, self._gpu.launch
         x = self._x[:rows]
         width = places.tables.stride(0)
-        plan = Launch(self._planner.kernel, "plan_attention", (1, 1), self._planner.block, 4 * (rows + 1))
+        plan = Launch(self._planner.kernel, "plan_attention", (1, 1), self._planner.block, attention.plan_shared(rows))
         launch(plan, inputs.lengths, places.tables, self._plan, rows, width, config.num_kv_heads,
                self._attention.grid[0])  # fmt: skip
         launch(launches.embed(config.hidden_size, rows, self.dtype), weights.embed, inputs.tokens, x)
