@@ -1,11 +1,12 @@
 """The engine on a card: decode steps, prefill and an offline run, each beside its floor and vLLM's figure.
 
-    python -m benchmarks.engine_gpu --json benchmarks/results/engine_gpu.json
+    python -m benchmarks.engine_gpu --json benchmarks/results/engine_gpu.json [--plot steps.svg]
 
 A step is (time at which all sequences have 193 tokens - time at which all have 65) / 128, through scheduler and runner,
 with 1,024-token prompts, while all of them run. Weights are random and made on the card. The floor of a step is
 (weights + KV) at the speed at which an H200 reads, 4.57 TB/s; vLLM 0.24's figures are (time of 193 tokens - time of 65
-tokens) / 128, on an H200.
+tokens) / 128, on an H200. The gap between two steps is from the end of the last kernel of one to the beginning of the
+first of the next, by the card's clock; once while all run, and once as a decode stage whose requests join and leave.
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import plots
 from engine.backend.cuda import Gpu
+from engine.batch import Batch, StepOutput
 from engine.config import EngineConfig, ModelConfig
 from engine.cuda_cache import CudaKVCache
 from engine.cuda_runner import CudaRunner
 from engine.kv_cache import kv_layout
 from engine.loader.random_shapes import SHAPES
 from engine.models.llama import Llama
-from engine.types import SamplingParams
+from engine.types import SamplingParams, Token
 from pagewire.local_engine import LocalEngine
 
 READ = 4.57e12  # bytes a second
@@ -38,6 +43,8 @@ PROMPT = 1024
 LONG, SHORT = 193, 65
 AHEAD = 16  # prompts added before each step
 OFFLINE = 512  # prompts
+JOINING = 128  # requests that run while others join and leave
+SHORT_OUTPUTS = (16, 112)  # tokens of those, at least and at most: about two join and two leave in each step
 BATCHES = (1, 8, 32, 64, 128, 256)
 VLLM_STEPS_MS = {
     "llama3-8b": {1: 4.970, 8: 5.305, 32: 6.347, 64: 7.881, 128: 10.957, 256: 18.317},
@@ -72,6 +79,30 @@ def tensors_of(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     yield "model.norm.weight", ones()
     if not config.tie_word_embeddings:
         yield "lm_head.weight", matrix(config.vocab_size, hidden)
+
+
+class PromptsElsewhere:
+    """The runner as a decode stage has it: prompts count as computed by another card, their first tokens as known."""
+
+    depth = CudaRunner.depth
+
+    def __init__(self, runner: CudaRunner) -> None:
+        self.runner, self.cache = runner, runner.cache
+        self.vocab_size, self.eos_token_ids = runner.vocab_size, runner.eos_token_ids
+
+    def submit(self, batch: Batch) -> tuple[Batch, list[int], Any]:
+        running = [i for i, row in enumerate(batch.rows) if len(row.tokens) <= 1]
+        only = replace(batch, rows=[batch.rows[i] for i in running], zero_blocks=[], digests=[])
+        return batch, running, self.runner.submit(only) if running else None
+
+    def collect(self, launched: tuple[Batch, list[int], Any]) -> StepOutput:
+        batch, running, flight = launched
+        tokens = [None if row.sample is None else Token(row.sample.index, 5, None) for row in batch.rows]
+        output = StepOutput(tokens, [[] for _ in batch.rows], [], 0.0)
+        if flight is not None:
+            for i, token in zip(running, self.runner.collect(flight).tokens, strict=True):
+                output.tokens[i] = token
+        return output
 
 
 class Bench:
@@ -142,6 +173,30 @@ class Bench:
         self.generate(prompts[:1], 2)
         return (marks[LONG] - marks[SHORT]) / (LONG - SHORT)
 
+    def joining(self, batch: int, seconds: float = 4.0) -> dict[str, Any]:
+        """Gaps between steps of a decode stage that `batch` requests keep busy, each followed by the next one."""
+        rng, engine = random.Random(4), LocalEngine(PromptsElsewhere(self.runner), self.config)
+        prompts = self.prompts(batch, 5)
+        running = joined = steps = 0
+        began = time.perf_counter()
+        while (lasted := time.perf_counter() - began) < seconds:
+            if lasted < seconds / 4:  # the first ones come all at once
+                self.runner.card_times.clear()
+                joined = steps = 0
+            while running < batch:
+                params = SamplingParams(temperature=0, max_tokens=rng.randint(*SHORT_OUTPUTS), ignore_eos=True)
+                engine.add_request(rng.choice(prompts), params)
+                running, joined = running + 1, joined + 1
+            running -= sum(reason is not None for _, _, reason in engine.step())
+            steps += 1
+        one = {"batch": batch, "steps": steps, "joined": joined, **gaps_us(list(self.runner.card_times))}
+        print(
+            f"  batch {batch:3d} with {joined / steps:.1f} requests joining and leaving in each of {steps} steps: "
+            f"gap p50 {one['gap_p50_us']:.1f} p99 {one['gap_p99_us']:.1f} us",
+            flush=True,
+        )
+        return one
+
     def floor_ms(self, batch: int) -> float:
         return (self.bytes + batch * (PROMPT + (LONG + SHORT) / 2) * self.token_bytes) / READ * 1e3
 
@@ -150,11 +205,11 @@ class Bench:
         step = self.steady(prompts) * 1e3
         spans = list(self.runner.card_times)[4:120]
         on_card = statistics.median(end - began for began, end in spans) / 1e6
-        gaps = sorted((after[0] - before[1]) / 1e3 for before, after in zip(spans, spans[1:], strict=False))
+        gaps = gaps_us(spans)
         floor, peer = self.floor_ms(batch), VLLM_STEPS_MS[self.shape].get(batch)
         one = {
             "batch": batch, "step_ms": step, "floor_ms": floor, "floor_share": floor / step, "vllm_ms": peer,
-            "card_ms": on_card, "gap_p50_us": gaps[len(gaps) // 2], "gap_p99_us": gaps[len(gaps) * 99 // 100],
+            "card_ms": on_card, **gaps,
         }  # fmt: skip
         print(
             f"  batch {batch:3d}: step {step:7.3f} ms, floor {floor:6.3f} ({floor / step:.0%}), vLLM {peer}, "
@@ -162,6 +217,12 @@ class Bench:
             flush=True,
         )
         return one
+
+
+def gaps_us(spans: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """`spans` are nanoseconds at which steps began and ended."""
+    gaps = sorted((after[0] - before[1]) / 1e3 for before, after in zip(spans, spans[1:], strict=False))
+    return {"gap_p50_us": gaps[len(gaps) // 2], "gap_p99_us": gaps[len(gaps) * 99 // 100]}
 
 
 def measure(shape: str, gpu: Gpu, budget: int, batches: Sequence[int], offline: bool) -> dict[str, Any]:
@@ -178,6 +239,8 @@ def measure(shape: str, gpu: Gpu, budget: int, batches: Sequence[int], offline: 
             f"  offline {OFFLINE} x (1,024 in, 128 out): {found['offline_s']:.2f} s, vLLM {VLLM_OFFLINE_S[shape]}",
             flush=True,
         )
+    if JOINING in batches:
+        found["joining"] = bench.joining(JOINING)
     return found
 
 
@@ -188,11 +251,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--no-offline", action="store_true")
     parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--plot", type=Path, help="a drawing of the steps, .svg or .png; needs matplotlib")
     options = parser.parse_args(arguments)
     gpu = Gpu()
     record: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks.engine_gpu", *(arguments or sys.argv[1:])]), "card": gpu.name,
-        "torch": torch.__version__, "cuda": torch.version.cuda,
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "pycuda": version("pycuda")},
+        "vllm": "0.24.0 on a card of the same kind, in another run", "max_num_seqs": OFFLINE,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
     }  # fmt: skip
     for shape in options.shapes:
         budget = options.max_num_batched_tokens
@@ -202,6 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
         if options.json:
             options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        plots.steps(record, options.plot)
     return 0
 
 

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import plots
 from engine.backend.nvcc import DEFAULT_CACHE_DIR
 
 if TYPE_CHECKING:
@@ -392,6 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[], help="all unless named")
     parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--plot", type=Path, help="a drawing of `attention`, .svg or .png; needs matplotlib")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE_DIR, help="of compiled kernels")
     arguments = parser.parse_args(argv)
@@ -408,6 +410,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         result[part] = PARTS[part](card, not arguments.no_peer, lambda line: print(line, flush=True))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.plot and "attention" in result:
+        plots.attention(result, arguments.plot)
     return 0
 
 
