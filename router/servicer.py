@@ -9,8 +9,9 @@
    worker, and once that has accepted, DecodeStart with its ticket to a decode worker. flow.py has the states.
 4. Workers speak on their sessions (sessions.py). Every token comes through the Dispatcher, which keeps the log and
    moves the request to other workers when one dies; the call never notices.
-5. The tokens land in the Call's queue. generation.py hands them to each choice's answer.py, which turns them into
-   text, finds stop strings and drops what follows.
+5. The tokens land in the Call's queue, where they wait for a moment for those behind them while many streams are open.
+   generation.py hands them to each choice's answer.py, which turns them into text, finds stop strings and drops what
+   follows.
 6. The client gets Started, then deltas, then Finished; `consumed` gives back credit as it reads, so a slow reader
    slows its own request and fills no memory.
 7. Whatever ends the call (its last token, an error, the deadline, a client that left), `close` cancels what still

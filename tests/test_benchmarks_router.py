@@ -1,0 +1,32 @@
+"""The router's benchmark runs, and what it says of a few streams is what they were."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.timeout(120)
+def test_a_short_run_at_both_doors_completes_every_stream_and_finds_who_left(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "benchmarks.router", "--seconds", "1", "--parts", "left,grpc,http"]
+    done = subprocess.run(
+        [*argv, "--json", str(tmp_path / "router.json")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads((tmp_path / "router.json").read_text("utf-8"))
+    assert results["left"]["cancelled"] == results["left"]["streams"]
+    for door, streams in (("grpc", 250), ("http", 125)):
+        part = results[door]
+        assert part["complete"] == part["streams"] == streams and part["tokens"] == 32 * streams
+        assert part["chunks"] <= part["tokens"] and part["held_ms_p50"] > 0
