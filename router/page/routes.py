@@ -1,4 +1,4 @@
-"""The page's routes. Its files are read once and open to all; its state needs the key, as everything that tells does."""
+"""The page's routes. Its files are read once and open to all; its state needs the key, as all that tells does."""
 
 from __future__ import annotations
 
