@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from engine.messages import (
     BlockHandle,
@@ -94,11 +95,19 @@ def add_to_server(service: Any, server: grpc.aio.Server) -> None:
     """Pair and Pull of whoever has these two methods, such as a prefill worker's servicer."""
     handlers: dict[str, Any] = {
         "Pair": grpc.unary_unary_rpc_method_handler(
-            service.Pair, worker_pb2.PairRequest.FromString, worker_pb2.PairReply.SerializeToString
+            service.Pair, _pair_request, worker_pb2.PairReply.SerializeToString
         ),
         "Pull": grpc.stream_stream_rpc_method_handler(service.Pull, worker_pb2.PullRequest.FromString, encoded),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+
+
+def _pair_request(data: bytes) -> worker_pb2.PairRequest | None:
+    """None for bytes that are no such message: raising here would look like our fault."""
+    try:
+        return worker_pb2.PairRequest.FromString(data)
+    except DecodeError:
+        return None
 
 
 def pull_of(channel: grpc.aio.Channel) -> Any:
@@ -212,8 +221,13 @@ class KvTransferService(worker_pb2_grpc.KvTransferServiceServicer):
         for action in actions:
             self.carry(action)  # type: ignore[arg-type]  # a probe's actions are all this class's
 
-    async def Pair(self, request: worker_pb2.PairRequest, context: grpc.aio.ServicerContext) -> worker_pb2.PairReply:
+    async def Pair(
+        self, request: worker_pb2.PairRequest | None, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.PairReply:
         """Descriptors, once per puller. Those of a layout that differs would mean something else to it."""
+        if request is None:
+            self.refused["unreadable"] += 1
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the puller sent nonsense: it is no PairRequest")
         asked = pair_request_from_pb(request)
         if asked.owner_incarnation != self._node.incarnation:
             self.refused["another incarnation"] += 1

@@ -161,6 +161,28 @@ async def test_workers_of_another_layout_are_refused_field_by_field(free_port: i
         await pair.close()
 
 
+async def test_a_pair_call_of_nonsense_is_refused_with_a_sentence_and_hurts_nobody(free_port: int) -> None:
+    async with pair_of(free_port, "grpc") as pair:
+        rng, channel = random.Random(5), open_plain(pair.node.address)
+        call = channel.unary_unary("/pagewire.v1.KvTransferService/Pair")
+        try:
+            with pytest.raises(grpc.aio.AioRpcError, match="no PairRequest") as refused:
+                await call(b"\xff\xff")
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            for _ in range(200):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call(rng.randbytes(rng.randint(0, 60)))
+                assert refused.value.code() in (
+                    grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION,
+                )  # fmt: skip
+        finally:
+            await channel.close()
+        ticket = pair.owner.accept(KEY, 8, 0.0)
+        pull = pair.start(ticket)
+        pair.compute(ticket)
+        await until(lambda: pull in pair.puller.ready)
+
+
 async def test_another_process_at_the_owner_s_address_is_not_taken_for_it(free_port: int) -> None:
     pair = Pair(free_port)
     await pair.start_server()
