@@ -26,7 +26,9 @@ from torch import Tensor
 
 from benchmarks.launcher import compile_all, run
 from engine.backend import launches
-from engine.backend.launches import Ending, GemvShape, Heads
+from engine.backend.launches import Heads
+from engine.backend.products import Ending, GemvShape, gemv, m_tiles, skinny, skinny_shape, weight_box
+from engine.backend.tensor_map import tensor_map
 
 READ = 4.57e12  # bytes a second, of a kernel that only reads, on an H200
 SPREAD = 400 << 20  # bytes over which weights rotate
@@ -49,7 +51,7 @@ class Product:
         return self.weight_rows * self.inputs * 2
 
     def launch(self, rows: int, shape: GemvShape | None = None) -> launches.Launch:
-        return launches.gemv(
+        return gemv(
             self.outputs, self.inputs, rows, "bfloat16", self.ending, norm=self.norm, heads=self.heads, shape=shape
         )
 
@@ -130,6 +132,21 @@ def ours(product: Product, weights: list[Tensor], x: Tensor, buffers: Buffers, o
     return len(weights)
 
 
+def hopper(product: Product, weights: list[Tensor], x: Tensor, buffers: Buffers) -> int:
+    """By skinny.cu; its norm takes no gain."""
+    rows, out = buffers.rows, product.outputs
+    cut = skinny_shape(out, product.inputs, rows, product.ending, "bfloat16")
+    assert cut is not None, f"{product.name} is not for skinny.cu at {rows} rows"
+    norm = product.norm and product.ending is not Ending.LOGITS
+    launch = skinny(out, product.inputs, rows, "bfloat16", product.ending, cut, norm=norm, heads=product.heads)
+    rope = (buffers.rope(),) if product.heads else ()
+    x_map, stages = tensor_map(x, cut.columns), product.inputs // cut.inputs
+    for weight in weights:
+        w_map = tensor_map(weight, weight_box(product.ending, cut))
+        run(launch, w_map, x_map, None, buffers.out, rows, out, stages, EPS, *rope, overlap=True)
+    return len(weights)
+
+
 def repeat(calls: Sequence[Callable[[], object]]) -> int:
     for call in calls:
         call()
@@ -148,7 +165,7 @@ def weights_of(product: Product) -> list[Tensor]:
 # ---- products -----------------------------------------------------------------------------------------------------
 
 
-def cuts(product: Product, m_tiles: int) -> list[GemvShape]:
+def cuts(product: Product, across: int) -> list[GemvShape]:
     """What --sweep tries: what fits, keeps warps and card evenly busy and has enough copies under way."""
     silu, small = product.ending is Ending.SILU, product.inputs < 2048
     found = []
@@ -158,9 +175,9 @@ def cuts(product: Product, m_tiles: int) -> list[GemvShape]:
         tiles = out_tiles * (2 if silu and split == 1 else 1)
         chunks = product.inputs // chunk // (1 if silu else split)
         blocks = -(-product.outputs // (16 * out_tiles)) * split
-        cut = GemvShape(tiles, m_tiles, warps, stages, chunk, split)
-        ahead = stages * (2 * tiles + m_tiles + product.norm) * chunk // 8
-        registers = ahead + 4 * tiles * m_tiles + 48
+        cut = GemvShape(tiles, across, warps, stages, chunk, split)
+        ahead = stages * (2 * tiles + across + product.norm) * chunk // 8
+        registers = ahead + 4 * tiles * across + 48
         if registers > min(255, 65536 // (warps * 32)) or product.inputs % (chunk * split) or warps > chunks:
             continue
         if (chunks % warps and chunks // warps < 8) or stages > -(-chunks // warps):
@@ -187,7 +204,7 @@ def sweep(row_counts: Iterable[int], names: Iterable[str]) -> list[dict[str, Any
             timed = []
             buffers = Buffers([product], rows)
             x = buffers.x(product.inputs)
-            for cut in cuts(product, launches.m_tiles(rows)):
+            for cut in cuts(product, m_tiles(rows)):
                 both = [partial(ours, product, weights, x, buffers, overlap, cut) for overlap in (True, False)]
                 timed.append((graph_us(both[0], 3), graph_us(both[1], 3), cut))
             timed.sort(key=lambda one: one[0])
@@ -213,16 +230,19 @@ def products(row_counts: Iterable[int], models: Iterable[str]) -> list[dict[str,
             buffers = Buffers([product], rows)
             x = buffers.x(product.inputs)
             floor = product.weight_bytes / READ * 1e6
-            one = {
+            one: dict[str, Any] = {
                 "product": product.name, "rows": rows, "floor_us": floor,
                 "us": graph_us(partial(ours, product, weights, x, buffers, False)),
                 "overlap_us": graph_us(partial(ours, product, weights, x, buffers, True)),
                 "cublas_us": graph_us(partial(repeat, [partial(F.linear, x, weight) for weight in weights])),
             }  # fmt: skip
+            if skinny_shape(product.outputs, product.inputs, rows, product.ending, "bfloat16"):
+                one["skinny_us"] = graph_us(partial(hopper, product, weights, x, buffers))
             results.append(one)
             print(
-                f"  {product.name:12s} rows {rows:3d}: floor {floor:6.1f}  ours {one['us']:6.1f}, overlapped "
-                f"{one['overlap_us']:6.1f} ({floor / one['overlap_us']:.0%})  cuBLAS {one['cublas_us']:6.1f} us",
+                f"  {product.name:12s} rows {rows:3d}: floor {floor:6.1f}  gemv {one['us']:6.1f}, overlapped "
+                f"{one['overlap_us']:6.1f} ({floor / one['overlap_us']:.0%})  skinny {one.get('skinny_us', 0):6.1f}  "
+                f"cuBLAS {one['cublas_us']:6.1f} us",
                 flush=True,
             )
     return results
@@ -374,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     wanted: list[launches.Launch] = []
     if arguments.sweep is not None:
         names = arguments.sweep or [one.name for one in every]
-        tiles = {launches.m_tiles(rows): rows for rows in arguments.rows}
+        tiles = {m_tiles(rows): rows for rows in arguments.rows}
         wanted += [
             one.launch(rows, cut)
             for one in every

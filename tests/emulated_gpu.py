@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backend import launches
-from engine.backend.launches import Ending, Launch
+from engine.backend.launches import Launch
 from engine.backend.nvcc import Kernel
+from engine.backend.products import Ending
 from engine.batch import SampleInput
 from engine.kv_digest import block_sum
 from engine.sampler import prompt_logprobs, sample

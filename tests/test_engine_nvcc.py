@@ -12,8 +12,9 @@ import pytest
 
 from engine.backend import nvcc
 from engine.backend.compile import all_kernels, main
-from engine.backend.launches import ROPE_ARGS, ROW_STATE, SAMPLE_ROW, Ending, Heads, gemv
+from engine.backend.launches import ROPE_ARGS, ROW_STATE, SAMPLE_ROW, Heads
 from engine.backend.nvcc import Kernel, KernelError, architecture, check_spills, cubin, kernel, usages
+from engine.backend.products import Ending, gemv
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 

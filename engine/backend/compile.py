@@ -13,9 +13,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from engine.backend import attention, launches
-from engine.backend.launches import Ending, Heads
+from engine.backend import attention, launches, products
+from engine.backend.launches import Heads
 from engine.backend.nvcc import DEFAULT_CACHE_DIR, Kernel, KernelError, check_spills
+from engine.backend.products import Ending
 from engine.config import ModelConfig
 from engine.loader.random_shapes import SHAPES
 
@@ -41,7 +42,7 @@ def step_kernels(config: ModelConfig, dtype: str, block_size: int, arch: str) ->
             (config.vocab_size, hidden, Ending.LOGITS, False),
         ):
             writes = heads if ending is Ending.ROPE else None
-            product = launches.product(
+            product = products.product(
                 outputs, inputs, rows, dtype, ending, norm=norm, heads=writes, hopper=arch != "sm_80"
             )
             if product is not None:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.backend import launches
+from engine.backend import products
 from engine.backend.cuda import Gpu
-from engine.backend.launches import Ending, Heads
+from engine.backend.launches import Heads
+from engine.backend.products import Ending
 from engine.backend.tensor_map import tensor_map
 from engine.models.llama import Llama
 
@@ -27,9 +28,9 @@ class Products:
         self._whole = {tensor.data_ptr(): tensor for tensor in workspaces}
         self._maps: dict[tuple[int, int, int], bytes] = {}
 
-    def find(self, outputs: int, inputs: int, rows: int, ending: Ending, norm: bool) -> launches.Product | None:
+    def find(self, outputs: int, inputs: int, rows: int, ending: Ending, norm: bool) -> products.Product | None:
         heads = self._heads if ending is Ending.ROPE else None
-        return launches.product(
+        return products.product(
             outputs, inputs, rows, self._dtype, ending, norm=norm, heads=heads, hopper=self._gpu.clusters
         )
 
@@ -47,7 +48,7 @@ class Products:
         if found.shape is None:
             self._gpu.launch(found.launch, weight.t(), x, norm, bias, out, rows, self._eps, None, 0, *more)
         else:
-            w_map = self._map(weight.t(), launches.weight_box(ending, found.shape))
+            w_map = self._map(weight.t(), products.weight_box(ending, found.shape))
             x_map = self._map(self._whole[x.data_ptr()], found.shape.columns)
             stages = inputs // found.shape.inputs
             self._gpu.launch(found.launch, w_map, x_map, bias, out, rows, outputs, stages, self._eps, *more)

@@ -18,7 +18,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from engine.backend import attention, launches
 from engine.backend.cuda import Gpu, Long
-from engine.backend.launches import Ending, Heads, Launch
+from engine.backend.launches import Heads, Launch
+from engine.backend.products import Ending
 from engine.kv_cache import TORCH_DTYPES
 from engine.messages import KvLayout
 from engine.models.cuda_products import Products, fold_norms

@@ -14,8 +14,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from benchmarks.launcher import compile_all, run  # noqa: E402
-from engine.backend import launches  # noqa: E402
-from engine.backend.launches import Ending, GemvShape, Heads, Launch  # noqa: E402
+from engine.backend import launches, products  # noqa: E402
+from engine.backend.launches import Heads, Launch  # noqa: E402
+from engine.backend.products import Ending, GemvShape  # noqa: E402
 from engine.batch import SampleInput  # noqa: E402
 from engine.sampler import sample  # noqa: E402
 from engine.types import SamplingParams  # noqa: E402
@@ -57,12 +58,12 @@ VOCABS = [(49152, "float32"), (128256, "float32"), (128256, "bfloat16"), (50257,
 
 def gemv_of(case: tuple[int, int, Ending, bool], rows: int, dtype: str, cut: GemvShape | None = None) -> Launch:
     outputs, inputs, ending, norm = case
-    return launches.gemv(outputs, inputs, rows, dtype, ending, norm=norm, shape=cut)
+    return products.gemv(outputs, inputs, rows, dtype, ending, norm=norm, shape=cut)
 
 
 def rope_gemv(heads: Heads, inputs: int, rows: int, dtype: str, cut: GemvShape | None = None) -> Launch:
     outputs = (heads.heads + 2 * heads.kv_heads) * heads.head_dim
-    return launches.gemv(outputs, inputs, rows, dtype, Ending.ROPE, norm=True, heads=heads, shape=cut)
+    return products.gemv(outputs, inputs, rows, dtype, Ending.ROPE, norm=True, heads=heads, shape=cut)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -278,7 +279,7 @@ def check_rope(launch: Launch, heads: Heads, rows: int, dtype: str) -> None:
 def test_overlapping_kernels_see_what_the_kernel_before_them_wrote() -> None:
     """A chain of products, each of which starts to read its weight while the one before it runs."""
     weights = [normal(4096, 4096, dtype="bfloat16", scale=1 / 64) for _ in range(12)]
-    launch = launches.gemv(4096, 4096, 4, "bfloat16", Ending.RESIDUAL)
+    launch = products.gemv(4096, 4096, 4, "bfloat16", Ending.RESIDUAL)
     x = normal(4, 4096, dtype="bfloat16")
     results = []
     for overlap in (False, True, True):

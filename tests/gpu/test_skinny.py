@@ -20,8 +20,9 @@ from test_kernels import (  # noqa: E402
 )  # fmt: skip
 
 from benchmarks.launcher import compile_all, run  # noqa: E402
-from engine.backend import launches  # noqa: E402
-from engine.backend.launches import Ending, Heads, SkinnyShape  # noqa: E402
+from engine.backend import products  # noqa: E402
+from engine.backend.launches import Heads, Launch  # noqa: E402
+from engine.backend.products import Ending, SkinnyShape  # noqa: E402
 from engine.backend.tensor_map import tensor_map  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -53,7 +54,7 @@ CUTS = [
 
 def fitting(case: Case, rows: int, dtype: str) -> list[SkinnyShape]:
     outputs, inputs, ending, _ = case
-    chosen = None if ending is Ending.STORE else launches.skinny_shape(outputs, inputs, rows, ending, dtype)
+    chosen = None if ending is Ending.STORE else products.skinny_shape(outputs, inputs, rows, ending, dtype)
     if dtype == "float16" and rows not in (32, 128):
         return []
     cuts = CUTS if rows in (9, 129) and dtype == "bfloat16" and inputs < 4096 else []
@@ -62,19 +63,19 @@ def fitting(case: Case, rows: int, dtype: str) -> list[SkinnyShape]:
     return [cut for cut in (chosen, *cuts) if cut is not None and inputs % cut.inputs == 0]
 
 
-def launch_of(case: Case, rows: int, dtype: str, cut: SkinnyShape) -> launches.Launch:
+def launch_of(case: Case, rows: int, dtype: str, cut: SkinnyShape) -> Launch:
     outputs, inputs, ending, norm = case
-    return launches.skinny(outputs, inputs, rows, dtype, ending, cut, norm=norm)
+    return products.skinny(outputs, inputs, rows, dtype, ending, cut, norm=norm)
 
 
 def rope_cuts(rows: int) -> list[SkinnyShape]:
-    chosen = launches.skinny_shape(960, 576, rows, Ending.ROPE, "bfloat16")
+    chosen = products.skinny_shape(960, 576, rows, Ending.ROPE, "bfloat16")
     return [cut for cut in (chosen, CUTS[0], CUTS[2]) if cut is not None]
 
 
-def rope_launch(heads: Heads, rows: int, dtype: str, cut: SkinnyShape) -> launches.Launch:
+def rope_launch(heads: Heads, rows: int, dtype: str, cut: SkinnyShape) -> Launch:
     outputs = (heads.heads + 2 * heads.kv_heads) * heads.head_dim
-    return launches.skinny(outputs, 576, rows, dtype, Ending.ROPE, cut, norm=True, heads=heads)
+    return products.skinny(outputs, 576, rows, dtype, Ending.ROPE, cut, norm=True, heads=heads)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -123,7 +124,7 @@ def test_a_product_is_right_with_what_comes_before_and_after_however_it_is_cut(c
             elif ending is Ending.SILU:
                 gate, up = product.chunk(2, -1)
                 product = torch.nn.functional.silu(gate) * up
-            maps = tensor_map(weight, launches.weight_box(ending, cut)), tensor_map(workspace, cut.columns)
+            maps = tensor_map(weight, products.weight_box(ending, cut)), tensor_map(workspace, cut.columns)
             launch = launch_of(case, rows, dtype, cut)
             run(launch, *maps, bias, out, rows, outputs, inputs // cut.inputs, EPS)
             assert_close(out, product, dtype)
@@ -148,9 +149,9 @@ def test_a_product_may_end_with_rotation_and_kv_write(heads: Heads) -> None:
 def test_overlapping_products_see_what_the_one_before_them_wrote(rows: int) -> None:
     """A chain in which each begins to read its weight while the one before it runs."""
     weights = [normal(4096, 4096, dtype="bfloat16", scale=1 / 64) for _ in range(12)]
-    cut = launches.skinny_shape(4096, 4096, rows, Ending.RESIDUAL, "bfloat16")
+    cut = products.skinny_shape(4096, 4096, rows, Ending.RESIDUAL, "bfloat16")
     assert cut is not None
-    launch = launches.skinny(4096, 4096, rows, "bfloat16", Ending.RESIDUAL, cut)
+    launch = products.skinny(4096, 4096, rows, "bfloat16", Ending.RESIDUAL, cut)
     x = normal(rows, 4096, dtype="bfloat16")
     results = []
     for overlap in (False, True, True):
