@@ -23,14 +23,17 @@ from pagewire.cli.flags import (
     ApiKey,
     Config,
     Device,
+    Dtype,
     GpuMemoryUtilization,
     Insecure,
     Json,
+    KvMemory,
     MaxTokens,
     MetricsCompat,
     RowTile,
     Seed,
     Temperature,
+    Threads,
     TlsCa,
     TlsCert,
     TlsKey,
@@ -82,15 +85,8 @@ def up(
     prefill_http_port: Annotated[int, typer.Option(help="/metrics of the first prefill worker.")] = 8061,
     decode_http_port: Annotated[int, typer.Option(help="/metrics of the first decode worker.")] = 8071,
     metrics_compat: MetricsCompat = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Compute threads per worker (default: cores / workers).")
-    ] = None,
-    kv_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES", help="KV pool of each worker, such as 512MiB (default: 1GiB; on a card what is left)."
-        ),
-    ] = None,
+    threads: Threads = None,
+    kv_memory: KvMemory = None,
     device: Device = None,
     gpu_memory_utilization: GpuMemoryUtilization = None,
     block_size: Annotated[
@@ -101,9 +97,7 @@ def up(
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="Prompt and output of one request (default: the model's).")
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="auto, float32, bfloat16 or float16 (default: auto, float32 on the CPU).")
-    ] = None,
+    dtype: Dtype = None,
     row_tile: RowTile = None,
     transport: Annotated[
         str | None, typer.Option(help="How KV blocks move: auto, cuda_ipc, memfd, nixl or grpc (default: auto).")

@@ -58,6 +58,16 @@ Device = Annotated[
 GpuMemoryUtilization = Annotated[
     float | None, typer.Option(help="Part of the card's memory that all workers may use together (default: 0.9).")
 ]
+Threads = Annotated[int | None, typer.Option(min=1, help="Compute threads per worker (default: cores / workers).")]
+KvMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BYTES", help="KV pool of each worker, such as 512MiB (default: 1GiB; on a card what is left)."
+    ),
+]
+Dtype = Annotated[
+    str | None, typer.Option(help="auto, float32, bfloat16 or float16 (default: auto, float32 on the CPU).")
+]
 MetricsCompat = Annotated[str | None, typer.Option(help="vllm: /metrics has the same values by vLLM's names too.")]
 RowTile = Annotated[int | None, typer.Option(min=1, max=1024, help="Deterministic mode: rows per linear, such as 16.")]
 
