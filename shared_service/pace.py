@@ -2,12 +2,14 @@
 
 A prompt's chunk on a shared device is a gap in everybody's stream, so it is bounded by time, not by tokens: a chunk may
 take SHARE times a decode step, as both were measured last. While nobody decodes, a chunk may be as large as allowed.
-Chunks have few sizes, because libraries prepare for each shape when they first meet it, which may take 0.1 s.
+Chunks have few sizes, because libraries prepare for each shape when they first meet it.
 """
 
 from __future__ import annotations
 
-SHARE = 1.75  # of a decode step: a gap with a chunk in it is 2.75 steps long, and a prompt takes 1.6 times its own time
+SHARE = (
+    1.75  # of a decode step: a gap with a chunk in it is 2.75 steps long, and a prompt takes 1.57 times its own time
+)
 _STEP_WEIGHT = 0.2  # of the newest decode step in their moving average
 
 
@@ -45,9 +47,9 @@ class Pace:
 
 
 def _sizes(least: int, most: int) -> list[int]:
-    """From `least` on, half of it apart until four times as much, then all of it: 256, 384, ... 1024, 1280, ..."""
+    """From `least` on, a quarter of it apart until four times as much, then half of it: 256, 320, ... 1024, 1152."""
     found, size = [], least
     while size < most:
         found.append(size)
-        size += least if size >= 4 * least else max(1, least // 2)
+        size += max(1, least // 2 if size >= 4 * least else least // 4)
     return [*found, most]

@@ -31,6 +31,7 @@ from wire.options import WorkerOptions
 
 LEAST_CHUNK = 64  # tokens, on the CPU
 LEAST_CHUNK_ON_CARD = 256  # fewer take as long: their launches cost more than their sums
+_PLANNED = 128  # tokens: attention prepares for multiples of so many (engine.models.llama_cuda)
 LOCAL = (TransportOffer("local"),)
 
 
@@ -106,11 +107,11 @@ class SharedServicer:
 
 
 def warm_chunks(prompts: Any, sizes: Sequence[int]) -> float:
-    """One chunk of each size, and half of it again behind the first half, before anybody waits for them. Writes into
-    blocks from 0 on. Returns the seconds of a token more in a chunk, 0 if there is no telling."""
+    """One chunk of each size that needs it, and half of it again behind the first half, before anybody waits for them.
+    Writes into blocks from 0 on. Returns the seconds of a token more in a chunk, 0 if there is no telling."""
     took: dict[int, float] = {}
     config = prompts.config
-    for size in sizes:
+    for size in (size for size in sizes if size % _PLANNED == 0):
         blocks = list(range(-(-size // config.block_size)))
         if size >= config.max_model_len or len(blocks) > config.num_blocks:
             break
