@@ -76,7 +76,11 @@ class Decoding:
         return times
 
 
-async def measure(bench: Bench, decoding: Decoding, seconds: float, rate: float) -> dict[str, object]:
+async def measure(
+    path: str, size: int, block: int, decoding: Decoding, seconds: float, rate: float
+) -> dict[str, object]:
+    layout = KvLayout(b"benchmark", "bytes", BLOCK_SIZE, 1, 1, 1, block, "")
+    bench = Bench(path, layout, size // block, digests=True)
     device = DeviceThread("decode")
     await bench.start()
     try:
@@ -125,11 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     logs.configure("landings", "warning")
     argv = ["--model", given.model, "--threads", str(given.threads), "--kv-memory", "512MiB", "--transport", "grpc"]
-    os.environ["OMP_WAIT_POLICY"], os.environ["OMP_NUM_THREADS"] = "PASSIVE", str(given.threads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as a worker has it, before torch is loaded
     engine = assemble(parse(ROLE, argv, {}), lambda phase: None)
-    layout = KvLayout(b"benchmark", "bytes", BLOCK_SIZE, 1, 1, 1, given.block, "")
-    bench = Bench(given.path, layout, given.size // given.block, digests=True)
-    found = asyncio.run(measure(bench, Decoding(engine, given.sequences), given.seconds, given.rate))
+    decoding = Decoding(engine, given.sequences)
+    found = asyncio.run(measure(given.path, given.size, given.block, decoding, given.seconds, given.rate))
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
 
