@@ -14,7 +14,7 @@ from engine.backend import nvcc
 from engine.backend.compile import all_kernels, main
 from engine.backend.launches import ROPE_ARGS, ROW_STATE, SAMPLE_ROW, Heads
 from engine.backend.nvcc import Kernel, KernelError, architecture, check_spills, cubin, kernel, usages
-from engine.backend.products import Ending, gemv
+from engine.backend.products import Ending, gemv, product, skinny_shape
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 
@@ -164,6 +164,27 @@ def test_a_product_is_cut_so_that_every_output_and_row_is_covered() -> None:
                 assert launch.grid[0] // split * per_block >= outputs > (launch.grid[0] // split - 1) * per_block
                 assert launch.grid[1] * settings["M_TILES"] * 8 >= rows
                 assert launch.block == 32 * settings["WARPS"] and launch.shared <= 227 << 10
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 192, 256, 257, 512])
+def test_a_product_of_any_model_gets_a_cut_that_its_kernel_can_run(rows: int) -> None:
+    heads = Heads(heads=8, kv_heads=2, head_dim=64, block_size=16, layers=2)
+    found = 0
+    for inputs in (64, 128, 320, 576, 960, 1024, 1152, 1536, 1984, 2048, 2560, 4096, 5120, 8192, 14336):
+        for ending in (Ending.RESIDUAL, Ending.SILU, Ending.ROPE, Ending.LOGITS):
+            outputs, writes = (768, heads) if ending is Ending.ROPE else (4096, None)
+            chosen = product(outputs, inputs, rows, "bfloat16", ending, norm=True, heads=writes, hopper=True)
+            if chosen is None or chosen.shape is None:
+                continue
+            found += 1
+            launch, shape = chosen.launch, chosen.shape
+            assert launch.shared <= 227 << 10 and launch.shared >= shape.stages * shape.inputs // shape.split * 128
+            assert launch.block == 128 * shape.groups + 32 and launch.grid[0] % shape.split == 0
+            half = 2 if ending is Ending.SILU else 1
+            assert launch.grid[1] * shape.tiles * 64 // half >= outputs
+            assert launch.grid[0] // shape.split * shape.columns >= rows
+            assert skinny_shape(outputs, inputs, rows, ending, "float32") is None
+    assert found > 0 or rows < 9 or rows > 256
 
 
 def test_what_is_compiled_ahead_covers_every_kernel_and_asks_no_old_card_for_clusters() -> None:
