@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -298,6 +299,15 @@ def test_importing_pagewire_and_naming_its_doors_loads_no_torch() -> None:
     code += "print(light < 200, 'torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True False False\n"
+
+
+def test_closing_it_gives_the_memory_back_though_somebody_still_holds_it(model_cache: Path) -> None:
+    llm = LLM("random:tiny", **arguments(model_cache))
+    runner = weakref.ref(llm._thread.engine._runner)
+    llm.generate("x", GREEDY, use_tqdm=False)
+    assert runner() is not None
+    llm.close()
+    assert runner() is None
 
 
 def test_without_a_card_auto_says_one_line_and_runs_on_the_cpu_and_cuda_refuses(
