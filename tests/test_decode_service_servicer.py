@@ -242,10 +242,13 @@ def tiny_weights() -> Llama:
     return Llama(config, random_tensors(config, 0, torch.float32, lambda *_: None))
 
 
+SPARE = 2  # blocks behind the pool's, for the probe
+
+
 def emulated_engine(options: WorkerOptions, say: Say) -> Engine:
     gpu: Any = EmulatedGpu()
     weights, config = tiny_weights(), EngineConfig(block_size=16, num_blocks=BLOCKS, max_num_seqs=4, max_model_len=256)
-    cache = CudaKVCache(kv_layout(weights.config, b"m", "float32", 16, ""), BLOCKS, gpu)
+    cache = CudaKVCache(kv_layout(weights.config, b"m", "float32", 16, ""), BLOCKS + SPARE, gpu)
     runner = CudaRunner(weights, config, cache, gpu, graphs=options.role is DECODE)
     return Engine(runner, config, cache.layout, "emulated", ahead=runner)
 
@@ -270,6 +273,9 @@ async def test_blocks_travel_between_cards_and_steps_run_ahead_of_their_reports(
         for request, prompt in prompts.items():
             expected = greedy_tokens(prompt, 20)
             assert it.tokens(request) == expected
+        assert it.decode._peers is not None
+        (path,) = it.decode._peers.paths()
+        assert (path.transport, path.transfers) == ("cuda_ipc", 2), path
         await until(lambda: it.idle)
         it.audit()
 
