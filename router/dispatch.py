@@ -272,7 +272,7 @@ class Dispatcher:
         rested = [worker for worker in fitting if flow.avoid.get((role, worker.address), now) <= now]
         company = self._suspects.company(flow, role, rested, self.workers.eligible(role))
         if role is Role.DECODE:
-            chosen = policy.pick_decode(company, self._rng)
+            chosen = policy.pick_decode(company, self._rng, flow.ticket.owner if flow.ticket else None)
             if chosen is None:
                 return []
             self.picks[role, chosen.address] += 1

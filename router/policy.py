@@ -1,7 +1,8 @@
 """Which worker takes a request: pure choices over values that workers.py holds.
 
-Prefill: the least work ahead, a cached prefix counting as work already done. Decode: the least projected
-resident KV of two random choices, so that routers that see the same loads do not all pick the same worker.
+Prefill: the least work ahead, a cached prefix counting as work already done. Decode: where the prompt is, if that
+process has both stages; else the least projected resident KV of two random choices, so that routers that see the same
+loads do not all pick the same worker.
 This file decides nothing about who is eligible and changes nothing.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from engine.messages import Node
 from engine.prefix_cache import chain, root_digest
 from router.workers import Role, Worker
 
@@ -26,10 +28,15 @@ def pick_prefill(workers: Sequence[Worker], token_ids: Sequence[int], hashes: Se
     return min(workers, key=cost, default=None)
 
 
-def pick_decode(workers: Sequence[Worker], rng: random.Random) -> Worker | None:
-    """Two random workers, the one whose pool would be emptier."""
+def pick_decode(workers: Sequence[Worker], rng: random.Random, owner: Node | None = None) -> Worker | None:
+    """The process that computed the prompt, if it decodes too, as nothing has to move there; else of two random workers
+    the one whose pool would be emptier."""
     if not workers:
         return None
+    for worker in workers:
+        node = worker.hello.node
+        if owner is not None and (node.incarnation, node.address) == (owner.incarnation, owner.address):
+            return worker
     return min(rng.sample(list(workers), min(2, len(workers))), key=resident_share)
 
 

@@ -53,6 +53,17 @@ def test_tenants_do_not_share_prefixes() -> None:
     assert not set(policy.prompt_hashes(one, b"a", range(64))) & set(policy.prompt_hashes(one, b"b", range(64)))
 
 
+def test_decode_stays_where_the_prompt_was_computed_if_that_process_decodes_too() -> None:
+    workers = [worker(f"d{i}") for i in range(4)]
+    for each in workers:
+        report(each, WorkerLoad(running=1, free_blocks=10 if each.address == "d2" else 90))
+    for _ in range(20):
+        chosen = policy.pick_decode(workers, random.Random(), Node("d2", 1, "d2"))
+        assert chosen is workers[2], "nothing has to move, although its pool is the fullest"
+    elsewhere = Node("d2", 2, "d2")  # the process before this one
+    assert {policy.pick_decode(workers, random.Random(seed), elsewhere) is workers[2] for seed in range(9)} == {False}
+
+
 def test_decode_prefers_the_emptier_of_two_random_workers() -> None:
     workers = [worker(f"d{i}") for i in range(3)]
     report(workers[0], WorkerLoad(running=1, free_blocks=10))
