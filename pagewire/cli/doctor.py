@@ -24,7 +24,14 @@ from wire.security import Security
 
 GIB = 2**30
 NEEDED_BYTES = 3 * GIB  # a prefill and a decode worker on the CPU with SmolLM2 and 1 GiB of KV each
-PORTS = {50051: "the router", 8000: "the router's HTTP", 50061: "the first prefill worker", 50071: "the first decode worker"}
+PORTS = {
+    50051: "the router",
+    8000: "the router's HTTP",
+    50061: "the first prefill worker",
+    50071: "the first decode worker",
+    8061: "that prefill worker's HTTP",
+    8071: "that decode worker's HTTP",
+}
 INFO_TIMEOUT = 5.0  # seconds
 
 
