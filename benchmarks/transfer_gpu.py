@@ -28,8 +28,10 @@ import torch
 
 from engine.backend import launches
 from engine.backend.cuda import Address, Gpu
+from engine.config import ModelConfig
 from engine.cuda_cache import CudaKVCache
 from engine.cuda_copies import CTAS
+from engine.loader.random_shapes import SHAPES
 from engine.messages import KvLayout
 from engine.types import SamplingParams
 
@@ -220,6 +222,7 @@ async def handover(flags: Sequence[str], shape: str, prompts: int) -> dict[str, 
     command = [sys.executable, "-m", "pagewire", "up", "--model", f"random:{shape}", *ports, *flags]
     deployment = subprocess.Popen(command, start_new_session=True)
     rng, gaps, firsts = random.Random(0), list[float](), list[float]()
+    vocabulary = ModelConfig.from_dict(SHAPES[shape]).vocab_size
     try:
         async with AsyncClient(f"127.0.0.1:{PORT}") as client:
             deadline = time.monotonic() + 240
@@ -234,7 +237,7 @@ async def handover(flags: Sequence[str], shape: str, prompts: int) -> dict[str, 
                 await asyncio.sleep(0.2)
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
             for _ in range(prompts):
-                prompt = [rng.randrange(3, 30000) for _ in range(PROMPT)]
+                prompt = [rng.randrange(3, vocabulary) for _ in range(PROMPT)]
                 began, times = time.perf_counter(), list[float]()
                 async for delta in client.stream(prompt, params, timeout=60):
                     times += [time.perf_counter()] * len(delta.token_ids)
@@ -259,6 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--own", type=int, metavar="CARD", help="be the owner, on this card: for this program itself")
     parser.add_argument("--blocks", type=int, default=1024)
     parser.add_argument("--sweep", type=int, nargs="*", default=[16, 32, 64, 96, 132, 264])
+    parser.add_argument("--no-blocks", action="store_true", help="handovers alone")
     parser.add_argument("--shape", default="llama3-8b")
     parser.add_argument("--steps", action="store_true", help="landings beside decode steps, too")
     parser.add_argument("--handover", action="append", metavar="FLAGS", help="of `pagewire up`, such as '--shared'")
@@ -267,14 +271,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.own is not None:
         return own(options.own, options.blocks)
+    cards = torch.cuda.device_count()
     record: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks.transfer_gpu", *(arguments or sys.argv[1:])]),
-        "card": torch.cuda.get_device_name(), "cards": torch.cuda.device_count(), "torch": torch.__version__,
+        "card": torch.cuda.get_device_name() if cards else "none", "cards": cards, "torch": torch.__version__,
     }  # fmt: skip
-    gpu = Gpu()
-    for card in range(min(2, torch.cuda.device_count())):
+    for card in range(0 if options.no_blocks else min(2, cards)):
         kind = "same card" if card == 0 else "NVLink"
-        link = Link(gpu, card, options.blocks)
+        link = Link(Gpu(), card, options.blocks)
         record[kind] = link.measure(kind, options.sweep)
         if options.steps:
             record[kind]["beside_steps"] = asyncio.run(beside_steps(link, options.shape))
