@@ -472,3 +472,17 @@ def test_blocks_are_gathered_scattered_and_zeroed_by_id(size: int) -> None:
     expected[target] = 0
     run(launches.zero_blocks(size, 17), other, ints(target))
     assert torch.equal(other, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", [LLAMA, SMOL, NARROW], ids=["llama", "smol", "narrow"])
+def test_a_layer_of_a_sequences_blocks_is_gathered_side_by_side(heads: Heads, dtype: str) -> None:
+    shape = (30, heads.layers, 2, heads.kv_heads, heads.block_size, heads.head_dim)
+    pool = torch.randn(shape, device="cuda").to(DTYPES[dtype])
+    blocks = torch.randperm(30)[:11].cuda()
+    for layer in range(heads.layers):
+        out = torch.full((2, heads.kv_heads, 11 * heads.block_size, heads.head_dim), torch.nan, device="cuda")
+        out = out.to(DTYPES[dtype])
+        stride = (pool.stride(0) * pool.element_size()).to_bytes(8, "little")
+        run(launches.gather_tiles(heads, 11, dtype), out, pool[0, layer], ints(blocks), stride)
+        assert torch.equal(out, pool[blocks, layer].permute(1, 2, 0, 3, 4).reshape(out.shape))
