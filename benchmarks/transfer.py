@@ -16,7 +16,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -161,8 +161,8 @@ class Puller:
             self.opened.set_result(None)
         return self._notice(self.inbox.message(pull, event, now), now)
 
-    def copied(self, pull: int, position: int, digest: int, now: float) -> list[Action]:
-        return self._notice(self.inbox.copied(pull, position, digest, now), now)
+    def copied(self, pull: int, digests: Mapping[int, int], now: float) -> list[Action]:
+        return self._notice(self.inbox.all_copied(pull, digests, now), now)
 
     def copy_failed(self, pull: int, position: int, now: float) -> list[Action]:
         return self._notice(self.inbox.copy_failed(pull, position, now), now)

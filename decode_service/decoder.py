@@ -203,8 +203,9 @@ class Decoder:
     def pull_event(self, pull: int, event: PullEvent, now: float) -> list[Action]:
         return self._absorb(self.inbox.message(pull, event, now), now) + self._settle(now)
 
-    def copied(self, pull: int, position: int, digest: int, now: float) -> list[Action]:
-        return self._absorb(self.inbox.copied(pull, position, digest, now), now) + self._settle(now)
+    def copied(self, pull: int, digests: Mapping[int, int], now: float) -> list[Action]:
+        """The bytes of these positions are in place, and their digests were computed from them."""
+        return self._absorb(self.inbox.all_copied(pull, digests, now), now) + self._settle(now)
 
     def copy_failed(self, pull: int, position: int, now: float) -> list[Action]:
         return self._absorb(self.inbox.copy_failed(pull, position, now), now) + self._settle(now)

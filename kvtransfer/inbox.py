@@ -67,6 +67,7 @@ class _Pull:
     phase: _Phase = _Phase.OPEN
     announced: dict[int, BlockHandle] = field(default_factory=dict)
     bound: dict[int, int] = field(default_factory=dict)  # position -> destination block
+    both: int = 0  # positions that are announced and bound: what is copied, or being copied, or about to be
     copied: set[int] = field(default_factory=set)  # one-sided: in place, the owner's word is missing
     unasked: list[BlockHandle] = field(default_factory=list)  # of those, the ones it was not asked about
     landed: set[int] = field(default_factory=set)
@@ -159,6 +160,7 @@ class Inbox:
             assert 0 <= position < state.ticket.num_blocks, f"bound position {position} of {state.ticket.num_blocks}"
             assert position not in state.bound and position not in state.held, f"position {position} is bound twice"
         state.bound.update(destinations)
+        state.both += sum(position in state.announced for position in destinations)
         state.arriving = True
         state.progress_at = state.heard_at = now
         return [*self._fetch(pull, state, sorted(destinations)), *self._ready(pull, state)]
@@ -223,6 +225,10 @@ class Inbox:
             case BlocksValid():
                 return self._valid(pull, state, event)
 
+    def all_copied(self, pull: int, digests: Mapping[int, int], now: float) -> list[Action]:
+        """Several positions at once, each with its digest."""
+        return [action for position, digest in digests.items() for action in self.copied(pull, position, digest, now)]
+
     def copied(self, pull: int, position: int, digest: int, now: float) -> list[Action]:
         """All bytes of a position are in place; `digest` was computed from them afterwards."""
         if self.destination(pull, position) is None:
@@ -279,6 +285,7 @@ class Inbox:
                 self.ignored["block announced twice"] += 1
                 continue
             state.announced[position] = handle
+            state.both += position in state.bound
             if position not in state.held:
                 fresh.append(position)
         if state.transport == "local":
@@ -296,8 +303,7 @@ class Inbox:
 
     def _ask(self, pull: int, state: _Pull) -> list[Action]:
         """One question for all blocks, once no more copies are under way."""
-        done = state.copied | state.landed
-        if any(position not in done for position in state.bound if position in state.announced):
+        if len(state.copied) + len(state.landed) < state.both:
             return []
         handles, state.unasked = tuple(state.unasked), []
         return [ToOwner(pull, PullCopied(handles))]

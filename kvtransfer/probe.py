@@ -8,7 +8,7 @@ streams, copies, digests and questions as any pull, and neither pool notices. Sa
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from engine.messages import (
@@ -118,8 +118,8 @@ class ProbePuller:
     def pull_event(self, pull: int, event: PullEvent, now: float) -> list[Action]:
         return self._notice(self._inbox.message(pull, event, now), now)
 
-    def copied(self, pull: int, position: int, digest: int, now: float) -> list[Action]:
-        return self._notice(self._inbox.copied(pull, position, digest, now), now)
+    def copied(self, pull: int, digests: Mapping[int, int], now: float) -> list[Action]:
+        return self._notice(self._inbox.all_copied(pull, digests, now), now)
 
     def copy_failed(self, pull: int, position: int, now: float) -> list[Action]:
         return self._notice(self._inbox.copy_failed(pull, position, now), now)

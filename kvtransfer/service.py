@@ -13,7 +13,7 @@ import contextlib
 import contextvars
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -74,7 +74,7 @@ class Puller(Destinations, Protocol):
     """The decoder."""
 
     def pull_event(self, pull: int, event: PullEvent, now: float) -> list[Action]: ...
-    def copied(self, pull: int, position: int, digest: int, now: float) -> list[Action]: ...
+    def copied(self, pull: int, digests: Mapping[int, int], now: float) -> list[Action]: ...
     def copy_failed(self, pull: int, position: int, now: float) -> list[Action]: ...
     def pull_stream_closed(self, pull: int, now: float) -> list[Action]: ...
     def reroute(self, pull: int, transport: str, path: str) -> None: ...
@@ -502,8 +502,8 @@ class PullClients:
             route.suspect = True
             self._apply(self._core.copy_failed(pull, copies[0].position, time.monotonic()))
             return
-        for copy, digest in zip(copies, digests, strict=True):
-            self._apply(self._core.copied(pull, copy.position, digest, time.monotonic()))
+        found = {copy.position: digest for copy, digest in zip(copies, digests, strict=True)}
+        self._apply(self._core.copied(pull, found, time.monotonic()))
         moved = len(copies) * self._cache.layout.block_bytes
         self.bytes_copied += moved
         route.bytes += moved
@@ -542,7 +542,7 @@ class PullClients:
         if stream.route is not None:
             stream.route.bytes += len(event.data)
         if digest is not None:
-            self._apply(self._core.copied(pull, event.position, digest, now))
+            self._apply(self._core.copied(pull, {event.position: digest}, now))
 
 
 def _unfit(route: Route | None, handle: BlockHandle) -> str | None:

@@ -41,6 +41,7 @@ from kvtransfer.actions import (
     ClosePull,
     CloseStream,
     FreeTicket,
+    MeetPeers,
     OpenPull,
     SendBlock,
     ToOwner,
@@ -297,6 +298,8 @@ class World:
                     self.owner.free(action.ticket)
                 case ToPuller() | SendBlock() | ClosePull():
                     pass  # the stream is over
+                case MeetPeers():
+                    pass  # the owner is met
                 case _:
                     raise AssertionError(f"nobody carries out {action}")
 
@@ -327,7 +330,7 @@ class World:
             return
         self.runner.write_block(block, data)
         digest = self.runner.cache.digest(block, position, self.core.block_tokens(pull, position))
-        self.apply(self.core.copied(pull, position, digest, self.now))
+        self.apply(self.core.copied(pull, {position: digest}, self.now))
 
     def advance(self, ticket: int) -> None:
         if ticket in self.owner.prefills:

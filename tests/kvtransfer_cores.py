@@ -7,7 +7,7 @@ bytes, the puller binds whatever is announced. Notices are kept for the tests to
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from engine.blocks import BlockPool, num_blocks_for
 from engine.fake_runner import FakeCache
@@ -157,8 +157,8 @@ class Puller:
     def pull_event(self, pull: int, event: PullEvent, now: float) -> list[Action]:
         return self._notice(self.inbox.message(pull, event, now), now)
 
-    def copied(self, pull: int, position: int, digest: int, now: float) -> list[Action]:
-        return self._notice(self.inbox.copied(pull, position, digest, now), now)
+    def copied(self, pull: int, digests: Mapping[int, int], now: float) -> list[Action]:
+        return self._notice(self.inbox.all_copied(pull, digests, now), now)
 
     def copy_failed(self, pull: int, position: int, now: float) -> list[Action]:
         return self._notice(self.inbox.copy_failed(pull, position, now), now)

@@ -434,7 +434,7 @@ def test_repeated_messages_change_nothing() -> None:
     world.command(Heartbeat(1))
     world.apply(world.core.on_command(77, Heartbeat(1), world.now))
     world.apply(world.core.pull_event(99, BlocksSealed((BlockHandle(0, 0, 0, 0),)), world.now))
-    world.apply(world.core.copied(99, 0, 0, world.now))
+    world.apply(world.core.copied(99, {0: 0}, world.now))
     world.apply(world.core.copy_failed(99, 0, world.now))
     world.apply(world.core.pull_stream_closed(99, world.now))
     world.apply(world.core.detach(77, world.now))
@@ -484,7 +484,7 @@ def test_a_corrupt_block_fails_the_attempt_and_the_next_one_succeeds() -> None:
     while not world.core.ledger()["copying"]:
         world.advance(request.ticket)
         world.deliver(1)
-    world.apply(world.core.copied(1, 0, 12345, world.now))
+    world.apply(world.core.copied(1, {0: 12345}, world.now))
     (failed,) = events(world, Failed)
     assert (failed.reason, failed.resumable) == (Reason.COPY_FAILED, True)
     world.finish()

@@ -41,7 +41,7 @@ from engine.fake_runner import FakeRunner, fake_tokens
 from engine.types import Token
 from kvtransfer.actions import Action, OpenPull, SendBlock, ToPuller, ToRouter
 from kvtransfer.ticket import layout_digest
-from kvtransfer.transports.grpc_bytes import CorruptBlock, Receiver, chunks
+from kvtransfer.transports.grpc_bytes import Chunk, CorruptBlock, Receiver, chunks, decoded
 from prefill_service.prefiller import Prefiller
 from protos import worker_pb2 as wpb
 from router import border
@@ -205,11 +205,11 @@ class Bystander(World):
         """One message on one pull of the second session. One that is turned down would end its stream; here it goes on,
         so that something deep is tried."""
         try:
-            event = wpb.PullEvent.FromString(data)
-            if event.WhichOneof("event") != "data":
+            event = decoded(data)
+            if not isinstance(event, Chunk):
                 self.apply(self.core.pull_event(pull, codec.pull_event_from_pb(event), self.now))
-            elif (digest := self.pulls[pull].receive(event.data)) is not None:
-                self.apply(self.core.copied(pull, event.data.position, digest, self.now))
+            elif (digest := self.pulls[pull].receive(event)) is not None:
+                self.apply(self.core.copied(pull, {event.position: digest}, self.now))
             self.messages += 1
         except (DecodeError, codec.InvalidMessage):
             pass
@@ -236,7 +236,7 @@ def pull_events(world: Bystander, request: int, first: int) -> list[Message]:
         m.Failed(key, m.Reason.STALE_TICKET, True),
         m.Heartbeat(1),
     ]
-    data = [message for place in range(3) for message in chunks(place, empty.block_bytes(0))]
+    data = [wpb.PullEvent.FromString(each) for place in range(3) for each in chunks(place, empty.block_bytes(0))]
     return [*(codec.pull_event_to_pb(event) for event in events), *data]
 
 

@@ -78,7 +78,7 @@ class Wire:
             self.puller.cache.block_bytes(block)[:] = data
             tokens = self.puller.block_tokens(pull, position)
             digest = self.puller.cache.digest(block, position, tokens)
-            self.carry(self.puller.copied(pull, position, digest, self.now))
+            self.carry(self.puller.copied(pull, {position: digest}, self.now))
         if isinstance(item, SendBlock):
             self.carry(self.owner.sent(pull, position, self.now))
 

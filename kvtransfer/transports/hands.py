@@ -1,9 +1,9 @@
 """A second pair of hands for work on blocks in the CPU's memory: copies and digests, a block at a time.
 
-One thread helps the one that has the work. Both take the next item until none is left, so that a helper which the
-system keeps waiting costs at most one item's time. Both give way to the threads that compute: a landing may take a
-little longer, a decode step that runs meanwhile must not. The functions that are called must release the interpreter,
-as numpy's copies and xxhash do.
+One thread helps the one that has the work, where a core has nothing else to do: both take the next item until none is
+left, and the end waits for both. They give way to the threads that compute: a landing may take a little longer, a
+decode step that runs meanwhile must not. The functions that are called must release the interpreter, as numpy's copies
+and xxhash do.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ def give_way() -> None:
 class Hands:
     def __init__(self) -> None:
         self._helper = ThreadPoolExecutor(1, "hands", initializer=give_way)
+        self._cores = len(os.sched_getaffinity(0))
         self._known: int | None = None  # the thread that has the work
 
     def each(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """`work` of every item, in order. Returns when neither thread is at any of them; raises what `work` raised."""
         self.calm()
-        if len(items) <= ALONE:
+        if len(items) <= ALONE or self._all_busy():
             return [work(item) for item in items]
         todo = deque(enumerate(items))
         results: dict[int, Result] = {}
@@ -58,8 +59,15 @@ class Hands:
         return [results[number] for number in range(len(items))]
 
     def begin(self, work: Callable[Given, Result], *given: Given.args, **more: Given.kwargs) -> Future[Result]:
-        """On the helper alone, after what it was given before."""
-        return self._helper.submit(work, *given, **more)
+        """On the helper alone, after what it was given before; here, if it would have to wait for a core."""
+        if not self._all_busy():
+            return self._helper.submit(work, *given, **more)
+        done: Future[Result] = Future()
+        done.set_result(work(*given, **more))
+        return done
+
+    def _all_busy(self) -> bool:
+        return os.getloadavg()[0] > self._cores  # of the last minute: good enough for a choice that costs little
 
     def calm(self) -> None:
         """The calling thread, which does nothing else, gives way too."""

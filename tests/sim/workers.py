@@ -319,7 +319,7 @@ class DecodeProcess(WorkerProcess):
         if self.decoder.destination(pull, position) is not None:
             tokens = self.decoder.block_tokens(pull, position)
             digest = self.runner.cache.digest(block, position, tokens) if self.world.digests else 0
-            self.act(self.decoder.copied(pull, position, digest, self.clock.now))
+            self.act(self.decoder.copied(pull, {position: digest}, self.clock.now))
         if state.closed:
             self.stream_over(pull, state)
 
