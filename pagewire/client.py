@@ -412,6 +412,7 @@ def _server_info(response: gpb.GetServerInfoResponse) -> ServerInfo:
         replace(
             WorkerStatus(**{field.name: getattr(each, field.name) for field in fields(WorkerStatus)}),
             kv_paths=paths_from_pb(each.kv_paths),
+            transports=tuple(each.transports),
         )
         for each in response.workers
     ]

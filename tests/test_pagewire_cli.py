@@ -178,9 +178,10 @@ def test_chat_survives_a_turn_that_is_refused(cluster: Cluster) -> None:
 
 def test_ps_lists_each_worker_with_its_blocks(cluster: Cluster) -> None:
     lines = pagewire("ps", "--address", cluster.address).stdout.splitlines()
-    roles = [line.split()[:3] for line in lines[2:]]
+    roles = [line.split()[:3] for line in lines[2:4]]
     addresses = [cluster.programs[name].address for name in ("prefill-1", "decode-1")]
     assert roles == [["prefill", addresses[0], "accepting"], ["decode", addresses[1], "accepting"]]
+    assert f"{addresses[1]} KV from {addresses[0]} by memfd, " in lines[4], "and how blocks come, with its speed"
 
 
 def test_ps_and_doctor_print_json_of_the_same_workers(cluster: Cluster) -> None:
