@@ -36,10 +36,10 @@ class CudaKVCache:
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         self.data = self._raw.view(-1).view(TORCH_DTYPES[layout.dtype]).view(shape)
 
-    def block_bytes(self, block: int) -> memoryview:
-        """A copy of the block's bytes."""
-        assert 0 <= block < self.num_blocks, f"block {block} is not in [0, {self.num_blocks})"
-        return self._raw[block].cpu().numpy().data
+    def block_bytes(self, block: int, count: int = 1) -> memoryview:
+        """A copy of the bytes of this block, or of `count` from it on."""
+        assert 0 <= block <= self.num_blocks - count, f"{count} from block {block} are not in [0, {self.num_blocks})"
+        return self._raw[block : block + count].view(-1).cpu().numpy().data
 
     def write(self, block: int, offset: int, data: bytes | memoryview) -> None:
         """In place when it returns."""

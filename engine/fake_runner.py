@@ -71,11 +71,11 @@ class FakeCache:
         self.num_blocks = num_blocks
         self.data = memoryview(bytearray(num_blocks * layout.block_bytes))
 
-    def block_bytes(self, block: int) -> memoryview:
-        """The block's bytes, writable, not a copy."""
-        assert 0 <= block < self.num_blocks, f"block {block} is not in [0, {self.num_blocks})"
+    def block_bytes(self, block: int, count: int = 1) -> memoryview:
+        """The bytes of this block, or of `count` from it on, writable, not a copy."""
+        assert 0 <= block <= self.num_blocks - count, f"{count} from block {block} are not in [0, {self.num_blocks})"
         size = self.layout.block_bytes
-        return self.data[block * size : (block + 1) * size]
+        return self.data[block * size : (block + count) * size]
 
     def write(self, block: int, offset: int, data: bytes | memoryview) -> None:
         self.block_bytes(block)[offset : offset + len(data)] = data

@@ -48,12 +48,12 @@ class KVCache:
         # A byte view over the same memory; numpy has no bfloat16, so the view is made on raw bytes.
         self._bytes = self.data.view(-1).view(torch.uint8).numpy().data if device == "cpu" else None
 
-    def block_bytes(self, block: int) -> memoryview:
-        """The block's bytes: writable and not a copy. On the CPU only."""
+    def block_bytes(self, block: int, count: int = 1) -> memoryview:
+        """The bytes of this block, or of `count` from it on: writable and not a copy. On the CPU only."""
         assert self._bytes is not None, f"block_bytes needs a cache on the CPU, this one is on {self.data.device}"
-        assert 0 <= block < self.num_blocks, f"block {block} is not in [0, {self.num_blocks})"
+        assert 0 <= block <= self.num_blocks - count, f"{count} from block {block} are not in [0, {self.num_blocks})"
         size = self.layout.block_bytes
-        return self._bytes[block * size : (block + 1) * size]
+        return self._bytes[block * size : (block + count) * size]
 
     def write(self, block: int, offset: int, data: bytes | memoryview) -> None:
         self.block_bytes(block)[offset : offset + len(data)] = data

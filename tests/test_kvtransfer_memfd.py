@@ -17,7 +17,7 @@ from kvtransfer_pair import KEY, Pair, until
 
 from engine.messages import Node, Reason, RequestKey
 from engine.shared_memory import SharedMemory
-from kvtransfer.paths import NoPath
+from kvtransfer.paths import Copy, NoPath
 from kvtransfer.ticket import layout_digest
 from kvtransfer.transports import memfd
 from kvtransfer.transports.memfd import MemfdExport, MemfdImport, MemfdSource
@@ -240,3 +240,24 @@ def test_whoever_gets_the_descriptor_can_neither_write_nor_resize() -> None:
         os.pwrite(memory.fd, b"theirs", 0)
     with pytest.raises(PermissionError):
         os.ftruncate(memory.fd, 1)
+
+
+async def test_without_digests_blocks_that_follow_each_other_move_together_and_all_others_alone(
+    free_port: int,
+) -> None:
+    pair = Pair(free_port, NUM_BLOCKS, BLOCK_BYTES, kinds=["memfd"], digests=False)
+    await pair.start_server()
+    try:
+        source = (await pair.peers.reach(pair.node)).source
+        assert source is not None
+        rng = random.Random(8)
+        pair.owner.cache.data[:] = rng.randbytes(len(pair.owner.cache.data))
+        for order in (range(24), range(23, -1, -1), rng.sample(range(24), 24), [0, 1, 2, 9, 10, 4, 5, 3]):
+            to = list(range(len(order)))
+            pair.puller.cache.data[:] = bytes(len(pair.puller.cache.data))
+            copies = [Copy(block, place, place, None) for place, block in enumerate(order)]
+            assert source.copy(pair.puller.cache, copies) == [0] * len(to)
+            for place, block in enumerate(order):
+                assert pair.puller.cache.block_bytes(place) == pair.owner.cache.block_bytes(block)
+    finally:
+        await pair.close()

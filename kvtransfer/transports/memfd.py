@@ -33,6 +33,7 @@ _MAGIC = b"pagewire"
 _PEER = struct.Struct("iII")  # pid, uid, gid
 HANDSHAKE_S = 1.0
 MAX_PEERS = 64  # processes that hold one pool
+RUN_BYTES = 16 << 20  # of one copy, where blocks follow each other
 SLICE_BYTES = 64 << 20
 
 
@@ -134,15 +135,23 @@ class MemfdSource:
             self.gone = True
 
     def copy(self, cache: Cache, copies: Sequence[Copy]) -> list[int]:
-        size = self._block_bytes
         self.operations += len(copies)
+        if all(each.tokens is None for each in copies):
+            self._hands.each(lambda run: self._move(cache, run), _runs(copies, max(1, RUN_BYTES // self._block_bytes)))
+            return [0] * len(copies)
 
         def one(each: Copy) -> int:
-            destination = cache.block_bytes(each.destination)
-            np.copyto(np.frombuffer(destination, np.uint8), self._data[each.source * size : (each.source + 1) * size])
-            return 0 if each.tokens is None else kv_digest(destination, each.position, each.tokens)
+            self._move(cache, [each])
+            data = cache.block_bytes(each.destination)
+            return 0 if each.tokens is None else kv_digest(data, each.position, each.tokens)
 
         return self._hands.each(one, copies)
+
+    def _move(self, cache: Cache, run: Sequence[Copy]) -> None:
+        """One copy of blocks that follow each other at both ends."""
+        size, first = self._block_bytes, run[0]
+        target = cache.block_bytes(first.destination, len(run))
+        np.copyto(np.frombuffer(target, np.uint8), self._data[first.source * size : (first.source + len(run)) * size])
 
     def abort(self) -> None:
         pass  # a memcpy ends by itself
@@ -151,6 +160,19 @@ class MemfdSource:
         if self._watching is not None:
             self._loop.call_soon_threadsafe(self._watching.cancel)
         self._hands.close()
+
+
+def _runs(copies: Sequence[Copy], longest: int) -> list[Sequence[Copy]]:
+    """Blocks that follow each other both where they are and where they go, together."""
+    runs: list[list[Copy]] = []
+    for each in copies:
+        last = runs[-1][-1] if runs else None
+        next_to = last is not None and (each.source, each.destination) == (last.source + 1, last.destination + 1)
+        if next_to and len(runs[-1]) < longest:
+            runs[-1].append(each)
+        else:
+            runs.append([each])
+    return list(runs)
 
 
 class MemfdImport:
