@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from engine.backend import attention, launches
 from engine.backend.cuda import Gpu, Long
@@ -159,6 +158,9 @@ class CudaLlama:
         elif piece.tokens == 1 and window is not None and end > window:
             k, v = k[:, :, -window:], v[:, :, -window:]
         elif piece.start and piece.tokens > 1:
+            # Here, because torch's compiler comes with it: seconds and a folder in TMPDIR, even where no card is.
+            from torch.nn.attention.bias import causal_lower_right
+
             mask = causal_lower_right(piece.tokens, end)
         causal = piece.start == 0 and mask is None and piece.tokens > 1
         found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=heads != kv_heads)
