@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.cli.deployment import Topology, programs
 from pagewire.cli.processes import Program, child_environment, readable
 from wire.ports import is_free
 
+SHARED_CLUSTERS = pytest.StashKey[list["Cluster"]]()  # those that outlive a test
 START_SECONDS = 60.0  # two cores, and other tests beside
 
 

@@ -20,7 +20,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # before grpc loads: tes
 import psutil  # noqa: E402
 import pytest  # noqa: E402
 import uvloop  # noqa: E402
-from cluster import Cluster, running_cluster  # noqa: E402
+from cluster import SHARED_CLUSTERS, Cluster, running_cluster  # noqa: E402
 
 GRACE = 3.0  # seconds that processes and tasks have to end after their test
 
@@ -96,8 +96,6 @@ def _command_line(process: psutil.Process) -> str:
 
 
 # ---- real processes -----------------------------------------------------------------------------------------------
-
-SHARED_CLUSTERS = pytest.StashKey[list[Cluster]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from cluster import Cluster, running_cluster
-from conftest import SHARED_CLUSTERS
+from cluster import SHARED_CLUSTERS, Cluster, running_cluster
 from kill_workers import Stream, request_for
 
 from pagewire.cli.status import ps, transport
