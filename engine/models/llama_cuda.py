@@ -68,7 +68,11 @@ class CudaLlama:
     """`pool` is the KV cache's tensor. At most `max_rows` rows are decoded at a time."""
 
     def __init__(self, weights: Llama, layout: KvLayout, gpu: Gpu, max_rows: int, max_positions: int) -> None:
+        # Here, because torch's compiler comes with it: seconds and a folder in TMPDIR, even where no card is.
+        from torch.nn.attention.bias import causal_lower_right
+
         config = weights.config
+        self._lower_right = causal_lower_right
         self.weights = weights
         self.config = config
         self.layout = layout
@@ -158,10 +162,7 @@ class CudaLlama:
         elif piece.tokens == 1 and window is not None and end > window:
             k, v = k[:, :, -window:], v[:, :, -window:]
         elif piece.start and piece.tokens > 1:
-            # Here, because torch's compiler comes with it: seconds and a folder in TMPDIR, even where no card is.
-            from torch.nn.attention.bias import causal_lower_right
-
-            mask = causal_lower_right(piece.tokens, end)
+            mask = self._lower_right(piece.tokens, end)
         causal = piece.start == 0 and mask is None and piece.tokens > 1
         found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=heads != kv_heads)
         out[piece.first : last].view(piece.count, piece.tokens, heads, dim).copy_(found.transpose(1, 2))
