@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import re
 import signal
 from dataclasses import replace
@@ -25,6 +26,9 @@ from wire.health import is_ready
 from wire.options import parse
 
 VOCAB = 250
+WITH_NIXL = pytest.mark.skipif(
+    not any(importlib.util.find_spec(package) for package in ("nixl_cu12", "nixl_cu13")), reason="nixl is not installed"
+)
 
 
 @pytest.fixture
@@ -95,9 +99,10 @@ async def kv_path(cluster: Cluster) -> str:
     [
         (("auto", "on"), ("auto", "on"), "memfd"),
         (("memfd", "off"), ("memfd", "off"), "memfd"),
+        pytest.param(("nixl", "on"), ("nixl", "on"), "nixl", marks=WITH_NIXL),
         (("grpc", "on"), ("auto", "on"), "grpc (memfd: not offered by its owner"),
     ],
-    ids=["auto", "memfd without digests", "fallback"],
+    ids=["auto", "memfd without digests", "nixl", "fallback"],
 )
 async def test_tokens_are_the_same_whichever_way_the_blocks_went_and_the_way_is_told(
     prefill: tuple[str, str], decode: tuple[str, str], path: str, model_cache: Path, tmp_path: Path
