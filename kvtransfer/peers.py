@@ -33,7 +33,8 @@ from wire.tasks import cancel_all
 
 log = get_logger("peers")
 
-PAIR_S = 3.0  # for one answer, and for one probe
+ASK_S = 10.0  # for one answer, for which a library of the owner's may have to start
+PAIR_S = 3.0  # for one probe
 FIRST_BYTES = 1 << 20  # of the first probe of a path, which also warms it
 PROBE_S = 0.03  # how long each of the others should take
 RETRY_S = 10.0  # after which an owner without a usable path is asked again
@@ -197,20 +198,20 @@ class Peers:
         return Route("", None, fallback="; ".join(refused) or f"{self._only} is not offered here")
 
     async def _ask(self, owner: Node, kind: str) -> PairReply:
-        request = PairRequest(owner.incarnation, self._node, self._cache.layout, [TransportOffer(kind)])
+        user, request = object(), PairRequest(owner.incarnation, self._node, self._cache.layout, [TransportOffer(kind)])
         try:
-            channel = self.channels.take(owner.address, self)
+            channel = self.channels.take(owner.address, user)
         except OSError as error:  # its certificates cannot be read at the moment
             raise NoPath(f"no certificate: {error}") from error
         try:
             stub = worker_pb2_grpc.KvTransferServiceStub(channel)
-            return pair_reply_from_pb(readable(await stub.Pair(pair_request_to_pb(request), timeout=PAIR_S)))
+            return pair_reply_from_pb(readable(await stub.Pair(pair_request_to_pb(request), timeout=ASK_S)))
         except grpc.aio.AioRpcError as error:
             raise NoPath(f"{error.code().name}: {error.details()}") from error
         except InvalidMessage as error:
             raise NoPath(f"its answer is none: {error}") from error
         finally:
-            self.channels.give(owner.address, self)
+            self.channels.give(owner.address, user)
 
     async def _try(self, owner: Node, kind: str, reply: PairReply) -> Route:
         """This path, proved and measured. Raises NoPath."""
