@@ -82,11 +82,19 @@ def pool(worker: WorkerStatus) -> str:
 
 
 def transport(info: ServerInfo) -> str:
-    """How blocks have moved; before the first, the best way that every worker offers."""
+    """How blocks have moved; before the first, how they will; before workers have met, the best way that all offer."""
     if paths := sorted({worker.kv_path for worker in info.workers if worker.kv_path}):
         return ", ".join(paths)
+    proved = {_measured(path) for worker in info.workers for path in worker.kv_paths if path.transport}
+    if proved:
+        return ", ".join(sorted(proved))
     common = [kind for kind in _BEST_FIRST if all(kind in worker.transports for worker in info.workers)]
     return common[0] if common and info.workers else "none"
+
+
+def _measured(path: KvPath) -> str:
+    words = f"{path.transport}, {path.bytes_per_second / 1e9:.2f} GB/s from {path.owner}"
+    return f"{words} ({path.fallback})" if path.fallback else words
 
 
 async def ps(address: str, security: Security, *, as_json: bool) -> None:
