@@ -207,6 +207,8 @@ class Generation:
         try:
             async with asyncio.timeout(chunking.max_delay):
                 while not self._enough(chunking.min_tokens):
+                    for index in range(self._submitted):  # it asked to wait: it does not lag, however small its window
+                        self.consumed(index)
                     await self._receive()
         except TimeoutError:
             pass  # what there is will do

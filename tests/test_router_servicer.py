@@ -206,6 +206,16 @@ async def test_larger_chunks_are_fewer_and_none_waits_longer_than_its_delay(dire
         assert sum(sizes) == 33 and len(sizes) >= 3
 
 
+async def test_a_chunk_may_be_larger_than_its_window_and_take_longer_than_a_slow_client(directory: Path) -> None:
+    config = RouterConfig(credit_window=8, slow_client=0.3)
+    async with running_front(directory, says("abc"), config=config) as front:
+        asked = request(stopping=gpb.StoppingParams(max_tokens=64), output=gpb.OutputOptions(return_token_ids=True))
+        knobs = gpb.GenerateStreamRequest(request=asked, min_tokens_per_chunk=40)
+        knobs.max_chunk_delay.FromMilliseconds(20_000)
+        sizes = [len(each.delta.token_ids) async for each in stub(front).GenerateStream(knobs)][1:-1]
+        assert sum(sizes) == 64 and len(sizes) <= 3, sizes
+
+
 class DeafContext:
     """A client that never takes the second message."""
 
