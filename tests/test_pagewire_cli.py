@@ -60,12 +60,28 @@ def test_kernels_are_compiled_ahead_or_a_sentence_says_what_is_missing(model_cac
     assert "block size 17 is not supported" in one_sentence(pagewire("compile", *flags, "--block-size", "17"))
 
 
-def test_help_takes_less_than_half_a_second_of_processor_time() -> None:
+def processor_seconds(*argv: str) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    shown = pagewire("--help").stdout
+    subprocess.run([sys.executable, *argv], capture_output=True, env=child_environment(), timeout=60, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_help_takes_little_more_processor_time_than_the_library_that_prints_it() -> None:
+    """Side by side, the best of three: a machine that is slow is slow for both. Half a second on one that is not."""
+    shown = pagewire("--help").stdout
     assert all(command in shown for command in ("up", "generate", "chat", "ps", "health", "version"))
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+    library = ("-c", "import typer, rich.console, rich.panel, rich.table, rich.markdown")
+    pairs = [(processor_seconds("-m", "pagewire", "--help"), processor_seconds(*library)) for _ in range(3)]
+    ours, bare = min(took for took, _ in pairs), min(took for _, took in pairs)
+    assert ours < 3 * bare, f"{ours:.2f} s, and {bare:.2f} s for the library alone"
+
+
+def test_help_loads_nothing_that_takes_long() -> None:
+    heavy = ("asyncio", "grpc", "google.protobuf", "torch", "numpy", "pydantic", "fastapi", "router", "psutil")
+    look = f"import sys, pagewire.cli; print(*sorted(sys.modules.keys() & set({heavy!r})))"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, env=child_environment())
+    assert done.stdout.split() == [], done.stderr
 
 
 def test_a_dry_run_says_where_each_setting_comes_from_and_what_memory_it_takes(
@@ -88,6 +104,9 @@ def test_a_dry_run_says_where_each_setting_comes_from_and_what_memory_it_takes(
         assert re.search(line, shown), f"{line} is not in\n{shown}"
     plan = json.loads(pagewire(*flags, "--json").stdout)
     assert plan["memory"]["blocks"] * plan["memory"]["block"] <= 2**20
+    file.write_text(f"decode: 2\ncache-dir: {model_cache}\napi-key: not for every eye\n")
+    shown = pagewire("up", "--dry-run", "--model", "random:tiny", PAGEWIRE_CONFIG=str(file)).stdout
+    assert "decode-2" in shown and "not for every eye" not in shown
     assert plan["configuration"]["--block-size"] == {"value": 32, "from": str(file)}
 
 

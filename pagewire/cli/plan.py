@@ -7,7 +7,6 @@ workers themselves use, so that what is refused here is what they would refuse.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -19,6 +18,7 @@ from rich.console import Console
 from pagewire.cli.deployment import MODULES, Topology, check_ports, check_security, programs
 from pagewire.cli.failure import CommandFailed
 from pagewire.cli.phases import Phases
+from pagewire.cli.processes import child_environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def memory_plan(topology: Topology, folder: Path) -> Memory:
 
     role = import_module(f"{MODULES['shared' if topology.shared else 'decode']}.config").ROLE
     try:
-        options = parse(role, worker_flags(topology), os.environ)
+        options = parse(role, worker_flags(topology), child_environment())
         model = ModelConfig.from_dir(folder)
         card = _card_bytes() if options.device != "cpu" else None
         dtype = options.dtype if options.dtype != "auto" else "float32" if card is None else "bfloat16"
