@@ -125,6 +125,7 @@ class Route:
     start_seconds: float = 0.0
     thread: ThreadPoolExecutor | None = None  # the source's own: one owner that hangs holds up nobody else
     met_at: float = 0.0
+    answered_at: float = 0.0  # when its owner's process was last known to have its address
     ended: bool = False  # no copy may begin
     suspect: bool = False  # a copy failed: it is proved again before the next pull
     bytes: int = 0

@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -22,7 +22,7 @@ from engine.messages import KvPath, Node, PairReply, PairRequest, TransportOffer
 from kvtransfer.actions import Action
 from kvtransfer.channels import Channels, Connect
 from kvtransfer.paths import BETWEEN_PROCESSES, Cache, Import, NoPath, Route, Source
-from kvtransfer.probe import ProbePuller
+from kvtransfer.probe import MOST_BLOCKS, ProbePuller
 from kvtransfer.service import PullClients
 from kvtransfer.ticket import mismatch
 from protos import worker_pb2_grpc
@@ -40,6 +40,8 @@ PROBE_S = 0.03  # how long each of the others should take
 RETRY_S = 10.0  # after which an owner without a usable path is asked again
 MAX_PEERS = 64  # owners that are kept; the one that was met first goes when another comes
 GB = 1e9
+
+T = TypeVar("T")
 
 
 class Peers:
@@ -71,9 +73,12 @@ class Peers:
         self._floor = floor
         self._say = say
         self._routes: dict[int, tuple[str, Route]] = {}  # incarnation -> address and route, the first met first
-        self._pairing: dict[int, asyncio.Task[Route]] = {}
-        self._background: set[asyncio.Task[None]] = set()
+        self._pairing: dict[int, asyncio.Task[Route]] = {}  # by incarnation, as all of these
+        self._meeting: dict[int, asyncio.Task[None]] = {}
+        self._asking_again: dict[int, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()  # sources that no copy may use any more
         self._probing = asyncio.Lock()  # the probe blocks are this process's only ones
+        self._trial: Route | None = None  # of whoever has the lock
         self.paired = 0
 
     def __len__(self) -> int:
@@ -99,57 +104,73 @@ class Peers:
     # ---- meeting --------------------------------------------------------------------------------------------------
 
     def meet(self, owners: Iterable[Node]) -> None:
-        """Pairs with those that are new, in the background; an owner that does not answer is met by its first pull."""
+        """Pairs with those that are new, in the background; an owner that does not answer is met by its first pull, and
+        so are those beyond as many as are kept."""
         for owner in owners:
-            known = owner.incarnation in self._routes or owner.incarnation in self._pairing
-            if not known and owner.incarnation != self._node.incarnation:  # both stages may be this process
-                self._begin(self._meet(owner))
+            known = any(owner.incarnation in some for some in (self._routes, self._pairing, self._meeting))
+            if known or owner.incarnation == self._node.incarnation:  # both stages may be this process
+                continue
+            if len(self._meeting) >= MAX_PEERS:
+                return
+            _keep_task(self._meeting, owner.incarnation, self._meet(owner))
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def _meet(self, owner: Node, delay: float = 0.0) -> None:
-        await asyncio.sleep(delay)
+    async def _meet(self, owner: Node) -> None:
         try:
-            await self.reach(owner)
+            await self._paired(owner)
         except NoPath as refusal:
             log.warning("peer_not_met", owner=owner.address, reason=str(refusal))
+
+    async def _ask_again(self, owner: Node) -> None:
+        """Until there is a path to it, or its process has ended: a worker that refuses work is sent none that would."""
+        while (known := self._routes.get(owner.incarnation)) is not None and not known[1].usable:
+            await asyncio.sleep(RETRY_S)
+            await self._meet(owner)
 
     async def reach(self, owner: Node) -> Route:
         """The proved route; raises NoPath. A path that broke is proved again, or another one takes its place."""
         known = self._routes.get(owner.incarnation)
-        if known is not None and not self._outdated(known[1]):
-            return _checked(known[1])
+        current = known is not None and not self._outdated(known[1])
+        route = known[1] if known is not None and current else await self._paired(owner)
+        if not route.usable:
+            raise NoPath(route.fallback)
+        return route
+
+    async def _paired(self, owner: Node) -> Route:
+        """However many wait for it. Raises NoPath if the owner does not answer."""
         if owner.incarnation not in self._pairing:
-            task = self._pairing[owner.incarnation] = asyncio.create_task(self._pair(owner))
-            task.add_done_callback(lambda _: self._pairing.pop(owner.incarnation, None))
-        return _checked(await asyncio.shield(self._pairing[owner.incarnation]))
+            _keep_task(self._pairing, owner.incarnation, self._pair(owner))
+        return await asyncio.shield(self._pairing[owner.incarnation])
 
     def abort(self) -> None:
         """The process ends: copies under way end soon."""
-        for _, route in self._routes.values():
+        routes = [route for _, route in self._routes.values()] + ([self._trial] if self._trial else [])
+        for route in routes:
             if route.source is not None:
                 route.source.abort()
 
     async def close(self) -> None:
         """After the last pull has ended."""
-        await cancel_all(self._background)
+        await cancel_all([*self._meeting.values(), *self._asking_again.values()])
         with contextlib.suppress(NoPath):
             await cancel_all(self._pairing.values())
         routes, self._routes = list(self._routes.values()), {}
         for _, route in routes:
-            await self._end(route)
+            self._end(route)
+        if self._closing:
+            await asyncio.wait(self._closing)
         for each in self._imports.values():
             await each.close()
         await self.channels.close()
 
-    async def _end(self, route: Route) -> None:
-        """No copy begins any more; the source is closed after the one that is under way."""
-        if route.source is not None and not route.ended:
-            route.ended = True
-            await asyncio.shield(asyncio.create_task(_close(route.source, route.thread)))
+    def _end(self, route: Route) -> asyncio.Task[None] | None:
+        """No copy begins any more; the source is closed after the one that is under way, which the task waits for."""
+        if route.source is None or route.thread is None or route.ended:
+            return None
+        route.ended = True
+        closing = asyncio.create_task(_close(route.source, route.thread))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        return closing
 
     def _outdated(self, route: Route) -> bool:
         if not route.usable:
@@ -161,9 +182,13 @@ class Peers:
     async def _pair(self, owner: Node) -> Route:
         began = time.monotonic()
         before = self._routes.get(owner.incarnation)
-        if before is not None:  # two sources of one owner would get into each other's way
-            await self._end(before[1])
-        route = await self._choose(owner)
+        if before is not None and (closing := self._end(before[1])) is not None:
+            await asyncio.shield(closing)  # two sources of one owner would get into each other's way
+        try:
+            route = await self._choose(owner)
+        except _OwnerEnded:
+            self._routes.pop(owner.incarnation, None)
+            raise
         if before is not None:  # its counts go on
             old = before[1]
             route.bytes, route.transfers, route.failures = old.bytes, old.transfers, old.failures
@@ -175,7 +200,7 @@ class Peers:
     async def _choose(self, owner: Node) -> Route:
         """The best path that proves itself; a route without a transport says why there is none."""
         refused: list[str] = []
-        started = 0.0
+        started = answered_at = 0.0
         for kind in BETWEEN_PROCESSES:
             if self._only not in ("", kind):
                 continue
@@ -184,9 +209,9 @@ class Peers:
                     refused.append(f"{kind}: {self._missing[kind]}")
                 continue
             reply = await self._ask(owner, kind)
-            started += reply.start_seconds
+            started, answered_at = started + reply.start_seconds, time.monotonic()
             if different := mismatch(self._cache.layout, reply.layout):
-                return Route("", None, fallback="; ".join(different))
+                return Route("", None, fallback="; ".join(different), answered_at=answered_at)
             try:
                 route = await self._try(owner, kind, reply)
             except NoPath as refusal:
@@ -194,8 +219,10 @@ class Peers:
                 continue
             route.fallback = "; ".join(refused)
             route.start_seconds += started
+            route.answered_at = answered_at
             return route
-        return Route("", None, fallback="; ".join(refused) or f"{self._only} is not offered here")
+        fallback = "; ".join(refused) or f"{self._only} is not offered here"
+        return Route("", None, fallback=fallback, answered_at=answered_at)
 
     async def _ask(self, owner: Node, kind: str) -> PairReply:
         user, request = object(), PairRequest(owner.incarnation, self._node, self._cache.layout, [TransportOffer(kind)])
@@ -207,7 +234,8 @@ class Peers:
             stub = worker_pb2_grpc.KvTransferServiceStub(channel)
             return pair_reply_from_pb(readable(await stub.Pair(pair_request_to_pb(request), timeout=ASK_S)))
         except grpc.aio.AioRpcError as error:
-            raise NoPath(f"{error.code().name}: {error.details()}") from error
+            ended = error.code() is grpc.StatusCode.FAILED_PRECONDITION  # another process answers
+            raise (_OwnerEnded if ended else NoPath)(f"{error.code().name}: {error.details()}") from error
         except InvalidMessage as error:
             raise NoPath(f"its answer is none: {error}") from error
         finally:
@@ -225,18 +253,25 @@ class Peers:
             route.thread = ThreadPoolExecutor(1, f"copies-{kind}")
         try:
             async with self._probing:
-                await self._prove(owner, route, reply.probe_blocks)
+                self._trial = route
+                try:
+                    await self._prove(owner, route, reply.probe_blocks)
+                finally:
+                    self._trial = None
             if route.bytes_per_second < self._floor:
                 rate, floor = route.bytes_per_second / GB, self._floor / GB
                 raise NoPath(f"{rate:.2f} GB/s, and --min-transfer-gbps asks for {floor:g}")
         except BaseException:
-            await self._end(route)
+            if (closing := self._end(route)) is not None:
+                await asyncio.shield(closing)
             raise
         return route
 
     async def _prove(self, owner: Node, route: Route, offered: int) -> None:
         """Three transfers: the first proves, the second touches all that the third is then measured on, if it was not
         the better one. A stream without probe blocks is taken on trust."""
+        if offered > MOST_BLOCKS:
+            raise NoPath(f"its owner names {offered} blocks for a probe, and {MOST_BLOCKS} are the most")
         size, most = self._cache.layout.block_bytes, min(offered, len(self._spare))
         if most < 1:
             if route.source is None and not self._floor:
@@ -273,11 +308,17 @@ class Peers:
         return probe.seconds
 
     def _keep(self, owner: Node, route: Route) -> None:
-        for incarnation, (address, _) in list(self._routes.items()):
-            if address == owner.address:  # the process before this one
-                self._begin(self._end(self._routes.pop(incarnation)[1]))
-        while len(self._routes) >= MAX_PEERS:
-            self._begin(self._end(self._routes.pop(next(iter(self._routes)))[1]))
+        """Of two processes at one address the one that answered last has it. Raises NoPath if that is the other."""
+        for incarnation, (address, other) in list(self._routes.items()):
+            if address != owner.address or incarnation == owner.incarnation:
+                continue
+            if other.answered_at > route.answered_at:
+                self._end(route)
+                self._routes.pop(owner.incarnation, None)
+                raise _OwnerEnded("another process answers at its address now")
+            self._end(self._routes.pop(incarnation)[1])
+        while len(self._routes.keys() - {owner.incarnation}) >= MAX_PEERS:
+            self._end(self._routes.pop(next(iter(self._routes)))[1])
         self._routes[owner.incarnation] = (owner.address, route)
         self.paired += 1
         log.info(
@@ -290,8 +331,8 @@ class Peers:
             fallback=route.fallback,
         )
         self._say(str(_shown(owner.address, route)))
-        if not route.usable:
-            self._begin(self._meet(owner, RETRY_S))
+        if not route.usable and owner.incarnation not in self._asking_again:
+            _keep_task(self._asking_again, owner.incarnation, self._ask_again(owner))
 
 
 def _shown(address: str, route: Route) -> KvPath:
@@ -308,6 +349,10 @@ def _shown(address: str, route: Route) -> KvPath:
     )
 
 
+class _OwnerEnded(NoPath):
+    """Nobody will answer as this incarnation again."""
+
+
 class _Given:
     """The path under trial is the only one."""
 
@@ -318,15 +363,13 @@ class _Given:
         return self._route
 
 
-def _checked(route: Route) -> Route:
-    if not route.usable:
-        raise NoPath(route.fallback)
-    return route
+def _keep_task(tasks: dict[int, asyncio.Task[T]], incarnation: int, work: Coroutine[Any, Any, T]) -> None:
+    """In `tasks` until it ends."""
+    tasks[incarnation] = task = asyncio.create_task(work)
+    task.add_done_callback(lambda _: tasks.pop(incarnation, None))
 
 
-async def _close(source: Source, thread: ThreadPoolExecutor | None) -> None:
-    if thread is None:
-        return
+async def _close(source: Source, thread: ThreadPoolExecutor) -> None:
     closing = asyncio.wrap_future(thread.submit(source.close))
     thread.shutdown(wait=False)
     await closing

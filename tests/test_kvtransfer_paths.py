@@ -19,8 +19,9 @@ from kvtransfer_cores import SPARE, Puller, layout
 from kvtransfer_pair import KEY, PLACED, Pair, PullSide, open_plain, until
 from many_transfers import transfer
 
-from engine.messages import BlockHandle, PullOpen, Reason, RequestKey, Ticket
-from kvtransfer.paths import CopyFailed, NoPath
+from engine.messages import BlockHandle, Node, PairReply, PullOpen, Reason, RequestKey, Ticket
+from kvtransfer.paths import CopyFailed, NoPath, Route
+from kvtransfer.peers import MAX_PEERS
 from kvtransfer.ticket import layout_digest
 from kvtransfer.transports import nixl
 from protos import worker_pb2, worker_pb2_grpc
@@ -139,6 +140,100 @@ async def test_an_owner_that_has_a_path_again_is_asked_again(free_port: int, mon
         pair.exports[0].start()
         await until(lambda: pair.peers.refuses() == "")
         assert pair.route == "memfd"
+    finally:
+        await pair.close()
+
+
+async def test_an_owner_that_does_not_answer_for_a_while_is_still_asked_again(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that refuses work is sent none, so nothing but this would ever ask."""
+    monkeypatch.setattr("kvtransfer.peers.RETRY_S", 0.05)
+    pair = Pair(free_port, kinds=["memfd"], only="memfd")
+    await pair.server.start()  # its memory is not served yet
+    ask, asked = pair.peers._ask, 0
+
+    async def sometimes(owner: Node, kind: str) -> PairReply:
+        nonlocal asked
+        asked += 1
+        if asked in (2, 3):
+            raise NoPath("DEADLINE_EXCEEDED: it is busy")
+        return await ask(owner, kind)
+
+    monkeypatch.setattr(pair.peers, "_ask", sometimes)
+    try:
+        pair.peers.meet([pair.node])
+        await until(lambda: pair.peers.refuses() != "")
+        pair.exports[0].start()
+        await until(lambda: pair.peers.refuses() == "")
+        assert pair.route == "memfd" and asked >= 4
+        await until(lambda: not pair.peers._asking_again)
+    finally:
+        await pair.close()
+
+
+async def test_an_owner_without_a_path_whose_process_ended_is_forgotten(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtransfer.peers.RETRY_S", 0.05)
+    pair = Pair(free_port, kinds=["memfd"], only="memfd")
+    await pair.server.start()  # its memory is not served
+    try:
+        pair.peers.meet([pair.node])
+        await until(lambda: pair.peers.refuses() != "")
+        pair.service._node = pair.node._replace(incarnation=pair.node.incarnation ^ 1)
+        await until(lambda: pair.peers.refuses() == "")
+        assert len(pair.peers) == 0
+        await until(lambda: not pair.peers._asking_again)
+    finally:
+        await pair.close()
+
+
+async def test_a_process_that_ended_while_it_was_tried_does_not_take_the_place_of_the_next(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(free_port)
+    old, new, last_probe = pair.node._replace(incarnation=1), pair.node._replace(incarnation=2), asyncio.Event()
+
+    async def choose(owner: Node) -> Route:
+        if owner == old:  # it answers, and its last probe takes longer than its life
+            await last_probe.wait()
+        return Route("grpc", None, answered_at=owner.incarnation)
+
+    monkeypatch.setattr(pair.peers, "_choose", choose)
+    try:
+        pair.peers.meet([old, new])
+        await until(lambda: pair.peers.route_of(new) is not None)
+        last_probe.set()
+        await until(lambda: not pair.peers._meeting)
+        assert pair.peers.route_of(new) is not None and pair.peers.route_of(old) is None
+    finally:
+        await pair.close()
+
+
+async def test_a_router_that_names_thousands_of_owners_begins_no_more_pairs_than_are_kept(free_port: int) -> None:
+    pair = Pair(free_port)
+    try:
+        pair.peers.meet([Node("", number, f"127.0.0.1:{number}") for number in range(1, 3000)])
+        assert len(pair.peers._meeting) == MAX_PEERS
+    finally:
+        await pair.close()
+
+
+async def test_an_owner_that_names_millions_of_probe_blocks_is_refused_with_both_numbers(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(free_port)
+    await pair.start_server()
+    ask = pair.peers._ask
+
+    async def boasting(owner: Node, kind: str) -> PairReply:
+        return dataclasses.replace(await ask(owner, kind), probe_blocks=2**32 - 1)
+
+    monkeypatch.setattr(pair.peers, "_ask", boasting)
+    try:
+        with pytest.raises(NoPath, match="names 4294967295 blocks for a probe, and 256 are the most"):
+            await pair.peers.reach(pair.node)
     finally:
         await pair.close()
 
