@@ -23,6 +23,7 @@ from wire.options import ON_CPU, WorkerOptions
 from wire.worker import CannotStart
 
 if TYPE_CHECKING:
+    from engine.backend.cuda import Gpu
     from engine.cuda_runner import CudaRunner
     from engine.fake_runner import FakeRunner
     from engine.loader import ModelSource
@@ -96,22 +97,31 @@ def _with_torch(options: WorkerOptions, source: ModelSource, model: ModelConfig,
     import torch
 
     torch.set_num_threads(options.threads)
-    if options.device == "cpu":
-        return _on_cpu(options, source, model, phases, "")
-    from kvtransfer.startup_cuda import NoCard, on_cuda, usable_card
+    card = chosen_card(options, model)
+    if isinstance(card, str):
+        return _on_cpu(options, source, model, phases, card)
+    from kvtransfer.startup_cuda import on_cuda
 
-    if options.device == "auto" and options.row_tile is not None:
-        return _on_cpu(options, source, model, phases, "--row-tile is its deterministic mode")
+    runner, config, layout, where = on_cuda(options, source, model, _longest(options, model), card, phases)
+    return Engine(runner, config, layout, f"{where}, {_room(config)}", ahead=runner)
+
+
+def chosen_card(options: WorkerOptions, model: ModelConfig) -> Gpu | str:
+    """The card to run on; else why the CPU serves, in a few words, and "" if that was asked for. Raises CannotStart."""
+    if options.device == "cpu":
+        return ""
     if options.row_tile is not None:
+        if options.device == "auto":
+            return "--row-tile is its deterministic mode"
         raise CannotStart("--row-tile is the CPU's deterministic mode: use it with --device cpu")
+    from kvtransfer import startup_cuda
+
     try:
-        gpu = usable_card(options, model)
-    except NoCard as reason:
+        return startup_cuda.usable_card(options, model)
+    except startup_cuda.NoCard as reason:
         if options.device == "cuda":
             raise CannotStart(f"--device cuda: {reason}; --device cpu and auto run on the CPU") from reason
-        return _on_cpu(options, source, model, phases, str(reason))
-    runner, config, layout, where = on_cuda(options, source, model, _longest(options, model), gpu, phases)
-    return Engine(runner, config, layout, f"{where}, {_room(config)}", ahead=runner)
+        return str(reason)
 
 
 def _room(config: EngineConfig) -> str:

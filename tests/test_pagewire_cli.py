@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import psutil
 import pytest
 from cluster import Cluster, make_topology
 
+from pagewire.cli import plan
 from pagewire.cli.deployment import Topology
 from pagewire.cli.processes import child_environment
 
@@ -102,18 +104,32 @@ def test_a_dry_run_says_where_each_setting_comes_from_and_what_memory_it_takes(
         r"together +3 workers x",
     ):
         assert re.search(line, shown), f"{line} is not in\n{shown}"
-    plan = json.loads(pagewire(*flags, "--json").stdout)
-    assert plan["memory"]["blocks"] * plan["memory"]["block"] <= 2**20
+    planned = json.loads(pagewire(*flags, "--json").stdout)
+    assert planned["memory"]["blocks"] * planned["memory"]["block"] <= 2**20
     file.write_text(f"decode: 2\ncache-dir: {model_cache}\napi-key: not for every eye\n")
     shown = pagewire("up", "--dry-run", "--model", "random:tiny", PAGEWIRE_CONFIG=str(file)).stdout
     assert "decode-2" in shown and "not for every eye" not in shown
-    assert plan["configuration"]["--block-size"] == {"value": 32, "from": str(file)}
+    assert planned["configuration"]["--block-size"] == {"value": 32, "from": str(file)}
 
 
 def test_a_dry_run_refuses_what_the_workers_would_refuse(model_cache: Path) -> None:
     flags = ("up", "--dry-run", "--model", "random:tiny", "--cache-dir", str(model_cache))
     said = pagewire(*flags, "--kv-memory", "1KiB").stderr.splitlines()[-1]
     assert said.startswith("pagewire: --kv-memory of 1024 bytes holds 0 KV blocks of ")
+    said = pagewire(*flags, "--device", "cuda").stderr.splitlines()[-1]
+    assert re.match(r"pagewire: --device cuda: torch .*; --device cpu and auto run on the CPU$", said)
+
+
+def test_a_dry_run_plans_for_the_cpu_where_the_workers_could_not_use_the_card(
+    model_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The driver has one, and this torch cannot use it."""
+    monkeypatch.setattr(plan, "cuda_cards", lambda: [("a card", (9, 0), 2**37)])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    asyncio.run(plan.dry_run(make_topology(cache_dir=model_cache), {"--device": (None, "left to the process")}, False))
+    shown = capsys.readouterr().out
+    assert re.search("float32 on the CPU: torch .* (finds no CUDA GPU|is built without CUDA)\n", shown), shown
+    assert "KV pool   16.00 MiB" in shown or "KV pool   16.0 MiB" in shown, shown
 
 
 def test_each_process_can_be_started_through_the_one_command() -> None:

@@ -11,21 +11,28 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 from rich.console import Console
 
 from pagewire.cli.deployment import MODULES, Topology, check_ports, check_security, programs
+from pagewire.cli.doctor import cuda_cards
 from pagewire.cli.failure import CommandFailed
 from pagewire.cli.phases import Phases
 from pagewire.cli.processes import child_environment
 
+if TYPE_CHECKING:
+    from engine.config import ModelConfig
+    from wire.options import WorkerOptions
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of one worker, in bytes. `device`: what the workers would run on."""
+    """Of one worker, in bytes. `device`: what the workers would run on; `why` that is the CPU, if it was left open."""
 
     device: str
+    why: str
     dtype: str
     parameters: int
     weights: int
@@ -77,7 +84,7 @@ async def dry_run(topology: Topology, sources: Mapping[str, tuple[object, str]],
         f"  HTTP       {topology.url}",
         "configuration",
         *(f"  {name:<{width}}  {_shown(value)}  ({origin})" for name, (value, origin) in sources.items()),
-        f"memory of each worker, {memory.dtype} on {memory.device}",
+        f"memory of each worker, {memory.dtype} on {memory.device}" + (f": {memory.why}" if memory.why else ""),
         *(f"  {line}" for line in memory.lines()),
     ]))  # fmt: skip
 
@@ -96,7 +103,7 @@ def memory_plan(topology: Topology, folder: Path) -> Memory:
     try:
         options = parse(role, worker_flags(topology), child_environment())
         model = ModelConfig.from_dir(folder)
-        card = _card_bytes() if options.device != "cpu" else None
+        card, why = _card(options, model)
         dtype = options.dtype if options.dtype != "auto" else "float32" if card is None else "bfloat16"
         block = model.kv_block_values(options.block_size) * BYTES[dtype]
         shape = (model.num_layers, model.num_kv_heads, model.head_dim, block)
@@ -106,6 +113,7 @@ def memory_plan(topology: Topology, folder: Path) -> Memory:
         raise CommandFailed(str(error)) from None
     return Memory(
         device="the CPU" if card is None else "a CUDA card",
+        why=why,
         dtype=dtype,
         parameters=model.num_parameters,
         weights=model.num_parameters * BYTES[dtype],
@@ -119,16 +127,17 @@ def memory_plan(topology: Topology, folder: Path) -> Memory:
     )
 
 
-def _card_bytes() -> int | None:
-    """Memory of the first card, as the driver's own tool says it; None without one."""
-    import subprocess
+def _card(options: WorkerOptions, model: ModelConfig) -> tuple[int | None, str]:
+    """Memory of the card that the workers would take, or why they take none. Loads torch only if the driver has one."""
+    from kvtransfer.startup import chosen_card
 
-    command = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return int(said[0]) << 20 if said and said[0].isdigit() else None
+    cards = cuda_cards() if options.device != "cpu" else ""
+    if isinstance(cards, str) and options.device != "cuda":
+        return None, cards.partition(":")[0].partition(";")[0]
+    card = chosen_card(options, model)
+    if isinstance(card, str) or isinstance(cards, str):
+        return None, str(card)
+    return cards[0][2], ""
 
 
 def size(count: int) -> str:
