@@ -33,6 +33,7 @@ class Copies:
         self._lists = gpu.pinned(4 * MOST)
         self._found = gpu.pinned(2 * MOST)
         self._on_card = torch.zeros(4 * MOST, dtype=torch.int32, device=gpu.device)
+        self._gpu.catch_up()
         self.ctas = ctas
 
     def copy(self, source: int, from_ids: Sequence[int], to_ids: Sequence[int]) -> list[int]:

@@ -88,6 +88,7 @@ class CudaRunner:
         )  # fmt: skip
         self._graphs: dict[int, Graph] = {}
         self.card_times: deque[tuple[int, int]] = deque(maxlen=1024)  # of recent decode steps: began, ended, in ns
+        gpu.catch_up()  # the norms that are folded, the state that is filled
 
     def warm_up(self) -> None:
         """Compiles what is not in the cache, and records the graph of every bucket, the largest first."""

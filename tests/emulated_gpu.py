@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from kernel_signatures import check
 from torch import Tensor
 
 from engine.backend import launches
@@ -70,6 +71,9 @@ class EmulatedGpu:
     def to_host(self, values: Tensor) -> Tensor:
         return values.clone()
 
+    def catch_up(self) -> None:
+        self.launched.append("catch_up")
+
     def mark(self, *, sleeping: bool = False) -> Done:
         return Done()
 
@@ -97,6 +101,7 @@ class EmulatedGpu:
         self.launched.append(launch.function)
         self.kernels.add(launch.kernel)
         settings = dict(launch.kernel.settings)
+        check(launch, arguments)
         getattr(self, f"_{launch.function}")(settings, *arguments)
 
     # ---- state ----------------------------------------------------------------------------------------------------

@@ -141,6 +141,11 @@ class Gpu:
 
     # ---- order ----------------------------------------------------------------------------------------------------
 
+    def catch_up(self) -> None:
+        """What torch was asked for so far on its current stream comes before what we launch from here on: weights that
+        change, state that is filled. By itself our stream waits for no other."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+
     def mark(self, *, sleeping: bool = False) -> torch.cuda.Event:
         """Everything launched so far; synchronize() waits for it, asleep or, which is quicker, on a busy core."""
         event = torch.cuda.Event(blocking=sleeping)
@@ -173,7 +178,7 @@ class Gpu:
         config.blockDimX, config.blockDimY, config.blockDimZ = launch.block, 1, 1
         config.sharedMemBytes = launch.shared
         config.hStream = self._stream
-        if overlap:
+        if overlap and self.clusters:  # older cards know no such attribute
             config.attrs, config.numAttrs = self._overlapped, 1
         function = self._functions.get((launch.kernel, launch.function)) or self._function(launch)
         self._check(self._driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
