@@ -12,6 +12,8 @@ import sys
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+MAX_REQUEST_ID = 256  # characters; a longer one is refused, and the line that says so is no longer for it
+
 
 def configure(role: str, level: str = "info") -> None:
     """Of libraries only warnings and errors are shown."""
@@ -28,7 +30,7 @@ def configure(role: str, level: str = "info") -> None:
     ]
     last: list[Processor] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     if sys.stderr.isatty():
-        last = [structlog.dev.ConsoleRenderer()]
+        last = [printable, structlog.dev.ConsoleRenderer()]
     structlog.configure(
         processors=[*shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
@@ -47,7 +49,18 @@ def configure(role: str, level: str = "info") -> None:
 
 def about(request_id: str) -> None:
     """What this task logs from now on concerns this request."""
-    structlog.contextvars.bind_contextvars(request_id=request_id)
+    structlog.contextvars.bind_contextvars(request_id=request_id[:MAX_REQUEST_ID])
+
+
+def printable(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """What a client named itself moves no terminal's cursor and begins no line of its own. JSON does that by itself."""
+    shown = {name: ascii(value) for name, value in event.items() if isinstance(value, str) and _odd(name, value)}
+    event.update(shown)
+    return event
+
+
+def _odd(name: str, value: str) -> bool:
+    return name not in ("event", "exception", "stack") and not value.isprintable()
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
