@@ -19,7 +19,7 @@ import psutil
 import pytest
 from cluster import Cluster, make_topology
 
-from pagewire.cli import plan
+from pagewire.cli import doctor, plan
 from pagewire.cli.deployment import Topology
 from pagewire.cli.processes import child_environment
 
@@ -217,6 +217,13 @@ def test_ps_lists_each_worker_with_its_blocks(cluster: Cluster) -> None:
     addresses = [cluster.programs[name].address for name in ("prefill-1", "decode-1")]
     assert roles == [["prefill", addresses[0], "accepting"], ["decode", addresses[1], "accepting"]]
     assert f"{addresses[1]} KV from {addresses[0]} by memfd, " in lines[4], "and how blocks come, with its speed"
+
+
+def test_the_doctor_sees_that_torch_cannot_use_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "cuda_cards", lambda: [("a card", (9, 0), 2**37)])
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "2.13.0+cpu")
+    (found,) = doctor._gpu()
+    assert found.state == "fault" and "torch 2.13.0+cpu is built without CUDA" in found.says and "PyPI" in found.mend
 
 
 def test_ps_and_doctor_print_json_of_the_same_workers(cluster: Cluster) -> None:

@@ -155,6 +155,9 @@ def _gpu() -> Iterator[Finding]:
         if capability not in ARCHITECTURES:
             known = ", ".join(f"{a}.{b}" for a, b in ARCHITECTURES)
             yield Finding("gpu", "fault", f"{says}; supported are {known}", "run with --device cpu")
+        elif "+cpu" in (torch := metadata.version("torch") if _installed("torch") else ""):
+            mend = "install torch from PyPI, or run with --device cpu"
+            yield Finding("gpu", "fault", f"{says}; torch {torch} is built without CUDA", mend)
         elif not find_spec("pycuda"):
             yield Finding("gpu", "fault", f"{says}; PyCUDA is not installed", "pip install 'pagewire[cuda]'")
         else:
