@@ -46,7 +46,8 @@ from kvtransfer.outbox import Outbox
 from kvtransfer.paths import Export, Import, NoPath
 from kvtransfer.peers import Peers
 from kvtransfer.probe import ProbeOwner, fill, spare_blocks
-from kvtransfer.service import KvTransferService, PullClients, add_to_server
+from kvtransfer.pulls import PullClients
+from kvtransfer.service import KvTransferService, add_to_server
 from kvtransfer.ticket import layout_digest
 from kvtransfer.transports import nixl
 from kvtransfer.transports.memfd import MemfdExport, MemfdImport

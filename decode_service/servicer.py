@@ -22,7 +22,7 @@ from kvtransfer.actions import MeetPeers
 from kvtransfer.driver import STUCK, Driver
 from kvtransfer.offer import Transports, puller_transports
 from kvtransfer.peers import GB, Peers
-from kvtransfer.service import PullClients
+from kvtransfer.pulls import PullClients
 from kvtransfer.startup import Assemble, Engine, Say, assemble
 from protos import worker_pb2, worker_pb2_grpc
 from wire.channel import open_channel, write

@@ -23,7 +23,7 @@ from kvtransfer.actions import Action
 from kvtransfer.channels import Channels, Connect
 from kvtransfer.paths import BETWEEN_PROCESSES, Cache, Import, NoPath, Route, Source
 from kvtransfer.probe import MOST_BLOCKS, ProbePuller
-from kvtransfer.service import PullClients
+from kvtransfer.pulls import PullClients
 from kvtransfer.ticket import mismatch
 from protos import worker_pb2_grpc
 from wire.codec import InvalidMessage, readable

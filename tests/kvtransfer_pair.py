@@ -21,7 +21,8 @@ from kvtransfer.actions import Action
 from kvtransfer.paths import Export, Import
 from kvtransfer.peers import Peers
 from kvtransfer.probe import ProbeOwner, fill
-from kvtransfer.service import KvTransferService, PullClients, add_to_server
+from kvtransfer.pulls import PullClients
+from kvtransfer.service import KvTransferService, add_to_server
 from kvtransfer.ticket import layout_digest
 from kvtransfer.transports import nixl
 from kvtransfer.transports.memfd import MemfdExport, MemfdImport

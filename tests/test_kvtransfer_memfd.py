@@ -119,6 +119,39 @@ async def test_blocks_of_a_cancelled_pull_wait_for_the_copy_under_way(
     assert pair.puller.pool.available == NUM_BLOCKS
 
 
+async def test_blocks_of_a_copy_that_broke_wait_for_the_slice_behind_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two slices are under way at a time. The second one's bytes must not land in somebody else's blocks."""
+    route = await pair.peers.reach(pair.node)
+    assert route.source is not None
+    monkeypatch.setattr(route.source, "slice_bytes", BLOCK_BYTES)
+    fail, begun, go, copy, calls = threading.Event(), threading.Event(), threading.Event(), MemfdSource.copy, [0]
+
+    def broken(*arguments: object) -> list[int]:
+        calls[0] += 1
+        if calls[0] == 1:
+            fail.wait(5)
+            raise ZeroDivisionError("nobody foresaw this")
+        begun.set()
+        go.wait(5)
+        return copy(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(MemfdSource, "copy", broken)
+    ticket = pair.owner.accept(KEY, 22, 0.0)
+    pull = pair.start(ticket)
+    pair.compute(ticket)
+    fail.set()
+    await until(begun.is_set)
+    pair.cancel(pull)
+    await asyncio.sleep(0.1)
+    assert pull not in pair.puller.drained and len(pair.puller.inbox.draining) == 6
+    go.set()
+    await until(lambda: pull in pair.puller.drained)
+    assert calls[0] == 2, "no copy begins once the pull is over"
+    pair.revoke(ticket)
+
+
 # ---- every no has its reason --------------------------------------------------------------------------------------
 
 

@@ -9,13 +9,15 @@ and taken apart here, as protobuf would but without its copies. Nothing here dec
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import google_crc32c
+import grpc.aio
 
 from kvtransfer.paths import Cache
 from protos import worker_pb2 as pb
 
+SERVICE = pb.DESCRIPTOR.services_by_name["KvTransferService"].full_name
 CHUNK_BYTES = 1 << 20
 _EVENT_DATA = pb.PullEvent.DATA_FIELD_NUMBER << 3 | 2  # tags: field number and wire type
 _POSITION = pb.BlockData.POSITION_FIELD_NUMBER << 3
@@ -90,6 +92,11 @@ def decoded(message: bytes) -> pb.PullEvent | Chunk:
         return event
     data = event.data
     return Chunk(data.position, data.offset, memoryview(data.data), data.crc32c)
+
+
+def pull_of(channel: grpc.aio.Channel) -> Any:
+    """The stub's Pull, whose events are PullEvents and Chunks."""
+    return channel.stream_stream(f"/{SERVICE}/Pull", pb.PullRequest.SerializeToString, decoded)
 
 
 def _chunk(message: bytes) -> Chunk | None:
