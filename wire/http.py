@@ -18,12 +18,36 @@ from typing import Any
 import uvicorn
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from wire.security import Security
 
 FLUSH_S = 2  # how long answers may take to send their last bytes
 KEEP_ALIVE_S = 60  # longer than clients keep an idle connection, so that none is closed under a new request
+MAX_HEAD_BYTES = 64 * 2**10  # a request's first line and headers, from the second time that some of them came
 OPEN_PATHS = frozenset({"/health", "/ping"})
+
+
+class _Connection(HttpToolsProtocol):
+    """uvicorn's would keep a head of any size, from whoever can connect."""
+
+    _head: int | None = None  # bytes of the head that is being read
+
+    def on_message_begin(self) -> None:
+        self._head = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._head = None
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        begun = self._head is not None
+        super().data_received(data)
+        if begun and self._head is not None:
+            self._head += len(data)
+            if self._head > MAX_HEAD_BYTES:
+                self.send_400_response(f"The headers must have at most {MAX_HEAD_BYTES} bytes.")
 
 
 class _Server(uvicorn.Server):
@@ -36,7 +60,7 @@ async def serve(app: Any, listening: socket.socket, security: Security) -> None:
     """An ASGI app, until cancelled; answers that are being sent then have FLUSH_S."""
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=_Connection,
         ws="none",
         lifespan="off",
         log_config=None,
