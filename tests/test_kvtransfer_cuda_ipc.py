@@ -16,7 +16,7 @@ from emulated_gpu import EmulatedGpu
 from engine.cuda_cache import CudaKVCache
 from engine.messages import KvLayout, Node
 from kvtransfer.paths import Copy, CopyFailed, NoPath
-from kvtransfer.transports import cuda_ipc
+from kvtransfer.transports import cuda_ipc, same_host
 from kvtransfer.transports.cuda_ipc import CudaIpcExport, CudaIpcImport, CudaIpcSource
 
 LAYOUT = KvLayout(b"m", "float32", 16, 2, 2, 8, 4096, "a card")
@@ -219,7 +219,7 @@ async def test_a_pool_that_the_driver_does_not_export_is_not_offered(monkeypatch
 
 
 async def test_a_pool_is_given_to_a_bounded_number_of_processes(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_ipc, "MAX_PEERS", 2)
+    monkeypatch.setattr(same_host, "MAX_PEERS", 2)
     sources = [await two.connect() for _ in range(2)]
     with pytest.raises(NoPath, match="an answer that is none"):
         await two.connect()

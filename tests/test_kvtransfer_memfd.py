@@ -17,9 +17,9 @@ from kvtransfer_pair import KEY, Pair, until
 
 from engine.messages import Node, Reason, RequestKey
 from engine.shared_memory import SharedMemory
-from kvtransfer.paths import Copy, NoPath
+from kvtransfer.paths import Copy, CopyFailed, NoPath
 from kvtransfer.ticket import layout_digest
-from kvtransfer.transports import memfd
+from kvtransfer.transports import memfd, same_host
 from kvtransfer.transports.memfd import MemfdExport, MemfdImport, MemfdSource
 
 NUM_BLOCKS = 24
@@ -175,14 +175,14 @@ async def test_an_owner_that_is_gone_from_this_host_sends_the_bytes(pair: Pair) 
 
 
 async def test_a_pool_of_another_user_is_not_mapped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memfd, "_same_user", lambda peer: False)
+    monkeypatch.setattr(same_host, "same_user", lambda peer: False)
     await falls_back(pair, "its owner is another user")
     await until(lambda: served(pair).refused == {"another user": 1})
 
 
 async def test_the_owner_gives_nothing_to_another_user(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     verdicts = iter([True, False])  # the puller looks first
-    monkeypatch.setattr(memfd, "_same_user", lambda peer: next(verdicts))
+    monkeypatch.setattr(same_host, "same_user", lambda peer: next(verdicts))
     await falls_back(pair, "an answer that is none")
 
 
@@ -191,6 +191,20 @@ async def test_a_pool_whose_owner_ended_is_forgotten(pair: Pair) -> None:
     await served(pair).close()
     await until(lambda: route.source is not None and route.source.gone)
     await falls_back(pair, "not offered on this host")
+
+
+async def test_the_memory_of_an_owner_that_ended_is_let_go_and_never_read_again(pair: Pair) -> None:
+    def mapped() -> int:
+        with open("/proc/self/maps") as maps:
+            return sum("/memfd:" in line for line in maps)
+
+    before = mapped()
+    source = (await pair.peers.reach(pair.node)).source
+    assert source is not None and mapped() == before + 1
+    await served(pair).close()
+    await until(lambda: source.gone and mapped() == before)
+    with pytest.raises(CopyFailed, match="owner gone"):
+        source.copy(pair.puller.cache, [Copy(0, 0, 0, None)])
 
 
 async def test_where_only_memory_will_do_the_pull_fails(free_port: int) -> None:

@@ -1,16 +1,14 @@
 """Blocks out of the owner's pool on a card: opened once per owner, then one gather kernel per trip over two id lists.
 
-A CudaIpcExport gives the pool's handle to processes of the same user, over an abstract Unix socket named after the
-incarnation: whoever is on another host, or in another network namespace, finds nobody there. The socket stays open: its
-end says that the owner is gone, and then the memory is let go, which the driver keeps as long as anybody has it open.
-Copies run beside the steps (engine.cuda_copies), on the same card or from one that this card reaches by NVLink.
+A CudaIpcExport gives the pool's handle to processes of the same user (same_host). When the owner's end of the socket
+closes the memory is let go, which the driver keeps as long as anybody has it open. Copies run beside the steps
+(engine.cuda_copies), on the same card or from one that this card reaches by NVLink.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import struct
 import threading
@@ -22,14 +20,11 @@ from engine.kv_digest import sum_digest
 from engine.messages import KvLayout, Node
 from kvtransfer.paths import Cache, Copy, CopyFailed, NoPath
 from kvtransfer.ticket import layout_digest
-from wire.tasks import cancel_all
+from kvtransfer.transports.same_host import Door, Lifeline, knock
 
 HANDLE_BYTES = 64
 _GREETING = struct.Struct(f"<8sQQ32s{HANDLE_BYTES}s")  # magic, incarnation, blocks, layout, the pool's handle
 _MAGIC = b"pagecuda"
-_PEER = struct.Struct("iII")  # pid, uid, gid
-HANDSHAKE_S = 1.0
-MAX_PEERS = 64  # processes that hold one pool
 SLICE_BYTES = 256 << 20  # of one kernel: 0.2 ms on one card, 0.7 ms by NVLink
 
 
@@ -53,15 +48,6 @@ def _address(incarnation: int) -> str:
     return f"\0pagewire-cuda-{incarnation:016x}"
 
 
-def _same_user(peer: socket.socket) -> bool:
-    _, user, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return bool(user == os.geteuid())
-
-
-def _socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-
-
 # ---- the owner of blocks ------------------------------------------------------------------------------------------
 
 
@@ -75,20 +61,18 @@ class CudaIpcExport:
             handle = cache.export()
         except RuntimeError as error:
             raise NoPath(f"the card's memory cannot be exported: {error}") from error
-        self._greeting = _GREETING.pack(_MAGIC, incarnation, cache.num_blocks, layout_digest(cache.layout), handle)
-        self._incarnation = incarnation
-        self._peers: set[asyncio.Task[None]] = set()
-        self._accepting: asyncio.Task[None] | None = None
-        self.refused: Counter[str] = Counter()
+        greeting = _GREETING.pack(_MAGIC, incarnation, cache.num_blocks, layout_digest(cache.layout), handle)
+        self._door = Door(_address(incarnation), greeting)
 
     def __len__(self) -> int:
-        return len(self._peers)
+        return len(self._door)
+
+    @property
+    def refused(self) -> Counter[str]:
+        return self._door.refused
 
     def start(self) -> None:
-        listener = _socket()
-        listener.bind(_address(self._incarnation))
-        listener.listen(MAX_PEERS)
-        self._accepting = asyncio.create_task(self._accept(listener))
+        self._door.open()
 
     async def offer(self) -> bytes:
         return b""  # the incarnation names the socket
@@ -100,30 +84,7 @@ class CudaIpcExport:
         pass
 
     async def close(self) -> None:
-        await cancel_all([task for task in (self._accepting, *self._peers) if task is not None])
-
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with listener:
-            while True:
-                peer, _ = await loop.sock_accept(listener)
-                if len(self._peers) >= MAX_PEERS:
-                    self.refused["too many peers"] += 1
-                    peer.close()
-                    continue
-                task = asyncio.create_task(self._serve(peer))
-                self._peers.add(task)
-                task.add_done_callback(self._peers.discard)
-
-    async def _serve(self, peer: socket.socket) -> None:
-        with peer:
-            if not _same_user(peer):
-                self.refused["another user"] += 1
-                return
-            loop = asyncio.get_running_loop()
-            with contextlib.suppress(OSError):  # it is gone already
-                await loop.sock_sendall(peer, self._greeting)
-                await loop.sock_recv(peer, 1)  # it says nothing, and ends
+        await self._door.close()
 
 
 # ---- the puller ---------------------------------------------------------------------------------------------------
@@ -138,22 +99,18 @@ class CudaIpcSource:
         self._cache = cache
         self._address: int | None = address
         self._lock = threading.Lock()  # held by a copy: what it reads stays mapped until it has ended
-        self._loop = asyncio.get_running_loop()
-        self._watching: asyncio.Task[None] | None = None
+        self._lifeline: Lifeline | None = None
         self.num_blocks = num_blocks
         self.operations = 0
         self.gone = False
 
-    def watch(self, peer: socket.socket) -> None:
+    def watch(self, connection: socket.socket) -> None:
         """Until the owner is gone: its memory stays readable, and nobody should read it."""
-        self._watching = self._loop.create_task(self._watch(peer))
+        self._lifeline = Lifeline(connection, self._owner_gone)
 
-    async def _watch(self, peer: socket.socket) -> None:
-        with peer:
-            with contextlib.suppress(OSError):
-                await self._loop.sock_recv(peer, 1)
-            self.gone = True
-            await asyncio.to_thread(self._let_go)  # the card's next process needs the room
+    async def _owner_gone(self) -> None:
+        self.gone = True
+        await asyncio.to_thread(self._let_go)  # the card's next process needs the room
 
     def copy(self, cache: Cache, copies: Sequence[Copy]) -> list[int]:
         with self._lock:
@@ -176,8 +133,8 @@ class CudaIpcSource:
 
     def close(self) -> None:
         """From any thread."""
-        if self._watching is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._watching.cancel)
+        if self._lifeline is not None:
+            self._lifeline.close()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -202,18 +159,16 @@ class CudaIpcImport:
 
     async def connect(self, owner: Node, offer: bytes) -> CudaIpcSource:
         try:
-            greeting, peer = await _greeted(owner.incarnation)
+            answer = await knock(_address(owner.incarnation), _GREETING.size)
+            try:
+                source = await self._open(owner.incarnation, answer.greeting)
+            except BaseException:
+                answer.connection.close()
+                raise
         except NoPath as refusal:
             self.refused[str(refusal)] += 1
             raise
-        try:
-            source = await self._open(owner.incarnation, greeting)
-        except BaseException as error:
-            peer.close()
-            if isinstance(error, NoPath):
-                self.refused[str(error)] += 1
-            raise
-        source.watch(peer)
+        source.watch(answer.connection)
         return source
 
     async def close(self) -> None:
@@ -236,24 +191,3 @@ class CudaIpcImport:
         except RuntimeError as error:
             raise NoPath(f"this card cannot reach its memory: {error}") from error
         return CudaIpcSource(self._cache, address, num_blocks)
-
-
-async def _greeted(incarnation: int) -> tuple[bytes, socket.socket]:
-    """What the owner says first, and the connection, which ends with it. Raises NoPath."""
-    loop = asyncio.get_running_loop()
-    peer = _socket()
-    try:
-        async with asyncio.timeout(HANDSHAKE_S):
-            await loop.sock_connect(peer, _address(incarnation))
-            if not _same_user(peer):
-                raise NoPath("its owner is another user")
-            return await loop.sock_recv(peer, _GREETING.size + 1), peer
-    except BaseException as error:
-        peer.close()
-        if isinstance(error, TimeoutError):
-            raise NoPath("no answer") from error
-        if isinstance(error, ConnectionRefusedError):
-            raise NoPath("not offered on this host") from error
-        if isinstance(error, OSError):
-            raise NoPath(f"no handle: {error.strerror}") from error
-        raise
