@@ -6,7 +6,8 @@ way it came. Knows no message of either; checks nothing that validate.py could.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine.types import InvalidField
@@ -60,10 +61,22 @@ class Front:
         """Tokenizes and submits every choice. Whoever gets the generation closes it. `remaining` is in seconds."""
         trace = CallTrace(self._tracing, checked, model.names[0], incoming)
         try:
-            return await self._begin(checked, model, self._deadlines.of(remaining), trace)
+            with self.refusals():
+                return await self._begin(checked, model, self._deadlines.of(remaining), trace)
+        except RequestError as error:
+            trace.refused(error.code)
+            raise
+
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Counts a request that is refused before it has started: by its fields, its prompt, or for want of room."""
+        try:
+            yield
         except RequestError as error:
             self._counts.refused(error.code)
-            trace.refused(error.code)
+            raise
+        except InvalidField:
+            self._counts.refused("INVALID_ARGUMENT")
             raise
 
     async def _begin(self, checked: CheckedRequest, model: TextModel, deadline: float, trace: CallTrace) -> Generation:

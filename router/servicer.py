@@ -70,7 +70,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             generation.close()
 
     async def GenerateStream(self, request: gpb.GenerateStreamRequest, context: grpc.aio.ServicerContext) -> None:
-        chunking = check_chunking(request)
+        with self._front.refusals():
+            chunking = check_chunking(request)
         generation = await self._begin(request.request, context)
         started = False
         try:
@@ -94,9 +95,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _begin(self, request: gpb.GenerateRequest, context: grpc.aio.ServicerContext) -> Generation:
         """Whoever gets the generation closes it."""
-        model = self._front.model()
-        incoming = border.incoming(context)
-        return await self._front.begin(check_generate(request, model), model, context.time_remaining(), incoming)
+        with self._front.refusals():
+            model = self._front.model()
+            checked = check_generate(request, model)
+        return await self._front.begin(checked, model, context.time_remaining(), border.incoming(context))
 
     # ---- text -----------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import openai
 import pytest
@@ -23,6 +24,8 @@ from router_front import Front, make_model_dir, make_tokenizer, running_front, u
 
 from engine.messages import Failed, PrefillStart, Reason
 from engine.types import SamplingParams
+from protos import generation_pb2 as gpb
+from protos import generation_pb2_grpc
 from router.admission import RouterConfig
 from router.openai.app import build_app
 from router.openai.border import MAX_BODY_BYTES
@@ -404,6 +407,18 @@ async def test_a_full_router_says_429_and_when_to_come_back(directory: Path) -> 
         assert error_of(refused)["type"] == "rate_limit_error"
         first.cancel()
         await until(lambda: front.driver.dispatcher.idle)
+
+
+async def test_what_a_field_says_wrong_is_counted_as_a_refusal_at_either_door(directory: Path) -> None:
+    async with running_front(directory, says("abc")) as front, door(front) as http:
+        assert (await http.post("/v1/chat/completions", json=chat(max_tokens=0))).status_code == 400
+        assert (await http.post("/v1/completions", json={"prompt": "x", "temperature": 99})).status_code == 400
+        with pytest.raises(grpc.aio.AioRpcError):
+            wrong = gpb.GenerateRequest(text="x", stopping=gpb.StoppingParams(max_tokens=0))
+            await generation_pb2_grpc.GenerationServiceStub(front.channel).Generate(wrong)
+        assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+        labels = {"role": "router", "code": "invalid_argument"}
+        assert front.counts.registry.get_sample_value("pagewire_requests_refused_total", labels) == 3
 
 
 async def test_text_that_may_become_a_stop_string_is_held_back_and_logprobs_are_not_lost(directory: Path) -> None:

@@ -81,16 +81,20 @@ class Routes:
     # ---- generating -----------------------------------------------------------------------------------------
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        model, request_id = self._front.model(), _request_id(request)
-        asked = chat_asked(body, request_id, model)
+        request_id = _request_id(request)
+        with self._front.refusals():
+            model = self._front.model()
+            asked = chat_asked(body, request_id, model)
         shape = ChatShape(model.tokenizer, bool(body.logprobs), bool(body.return_token_ids))
         if body.stream:
             return Stream(self._front, model, [asked], shape, request_id, _incoming(request), **_usage_of(body))
         return Reply(self._front, model, [asked], shape, request_id, _incoming(request))
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
-        model, request_id = self._front.model(), _request_id(request)
-        asked = completion_asked(body, request_id, model)
+        request_id = _request_id(request)
+        with self._front.refusals():
+            model = self._front.model()
+            asked = completion_asked(body, request_id, model)
         shape = CompletionShape(
             model.tokenizer,
             logprobs=body.logprobs is not None,
