@@ -249,6 +249,8 @@ class EmulatedGpu:
             ]
             k, v = torch.cat(parts, 2)[:, :, :length].unbind(0)
             query = q[r, : kv_heads * group * dim].view(kv_heads, group, dim)
+            first = max(0, length - settings["WINDOW"]) if settings["WINDOW"] else 0
+            k, v = k[:, first:], v[:, first:]
             weights = (torch.einsum("hgd,hnd->hgn", query, k) * scale).softmax(-1)
             out[r] = torch.einsum("hgn,hnd->hgd", weights, v).flatten()
 

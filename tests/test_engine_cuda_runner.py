@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_gpu import EmulatedGpu
+from gains_and_biases import MIXED, mixed_tensors
 
 from engine.backend.compile import step_kernels
 from engine.backend.cpu import CPUBackend
@@ -19,6 +20,7 @@ from engine.cuda_runner import CudaRunner
 from engine.kv_cache import KVCache, kv_layout
 from engine.loader.random_shapes import SHAPES
 from engine.loader.random_weights import random_tensors
+from engine.models.cuda_products import fold_norms
 from engine.models.llama import Llama
 from engine.runner import ModelRunner
 from engine.types import SamplingParams, Token, TokenLogprob
@@ -159,3 +161,38 @@ def test_every_kernel_that_it_launches_is_among_those_compiled_ahead() -> None:
     ahead = set(step_kernels(MODEL, "float32", 16, "sm_90a"))
     gpu: Any = runner.gpu
     assert len(gpu.kernels) > 12 and gpu.kernels <= ahead
+
+
+def logprobs_of(runner: ModelRunner, config: EngineConfig) -> list[float]:
+    engine = LocalEngine(runner, config)
+    number = engine.add_request(list(range(5, 100)), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
+    while engine.has_work:
+        engine.step()
+    return [report.logprob for report in engine.prompt_logprobs[number] if report.logprob is not None]
+
+
+def test_gains_of_norms_may_be_multiplied_into_the_weights_behind_them_and_nothing_else_changes() -> None:
+    config = EngineConfig(block_size=16, num_blocks=20, max_num_seqs=2, max_num_batched_tokens=40, max_model_len=128)
+    layout = kv_layout(MIXED, b"m", "float32", 16, "")
+    held = Llama(MIXED, mixed_tensors(torch.float32))
+    kept = [tensor.clone() for tensor in (held.embed, held.head, held.norm, held.layers[0].out, held.layers[0].down)]
+    plain = logprobs_of(ModelRunner(held, config, KVCache(layout, 20), CPUBackend()), config)
+    fold_norms(held)
+    fold_norms(held)  # of weights that a second runner is given
+    folded = logprobs_of(ModelRunner(held, config, KVCache(layout, 20), CPUBackend()), config)
+    assert len(plain) == len(folded) > 90 and folded == pytest.approx(plain, abs=1e-3)
+    others = (held.embed, held.head, held.norm, held.layers[0].out, held.layers[0].down)
+    assert all(torch.equal(one, before) for one, before in zip(others, kept, strict=True))
+
+
+def test_biases_gains_and_a_sliding_window_give_the_cpus_tokens() -> None:
+    config = EngineConfig(block_size=16, num_blocks=60, max_num_seqs=5, max_num_batched_tokens=40, max_model_len=256)
+    layout = kv_layout(MIXED, b"m", "float32", 16, "")
+    gpu: Any = EmulatedGpu()
+    prompts = [list(range(5, 5 + count)) for count in (1, 16, 39, 70)]
+    params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * 4
+    held = Llama(MIXED, mixed_tensors(torch.float32))
+    plain = ModelRunner(held, config, KVCache(layout, 60), CPUBackend())
+    card = CudaRunner(held, config, CudaKVCache(layout, 60, gpu), gpu)
+    expected, found = (run(runner, config, prompts, params)[0] for runner in (plain, card))
+    assert [[t.token_id for t in one] for one in found] == [[t.token_id for t in one] for one in expected]

@@ -245,6 +245,14 @@ def test_gemv_is_the_product_with_what_comes_before_and_after(case: tuple[int, i
         problem.check(gemv_of(case, rows, dtype), rows, biased=rows in (3, 32), ahead=rows == 13)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_smallest_products_are_right_too(dtype: str) -> None:
+    for case in ((16, 64, Ending.RESIDUAL, False), (16, 64, Ending.SILU, False), (48, 128, Ending.STORE, True)):
+        problem = Problem(case, dtype)
+        for rows in (1, 9, 33):
+            problem.check(gemv_of(case, rows, dtype), rows)
+
+
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("case", PRODUCTS, ids=name_of)
 def test_a_product_does_not_depend_on_how_it_is_cut(case: tuple[int, int, Ending, bool], cut: GemvShape) -> None:

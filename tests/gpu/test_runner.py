@@ -15,6 +15,9 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from gains_and_biases import MIXED, mixed_tensors  # noqa: E402
+
+from engine import cuda_runner  # noqa: E402
 from engine.backend.cpu import CPUBackend  # noqa: E402
 from engine.backend.cuda import Gpu  # noqa: E402
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
@@ -133,6 +136,49 @@ def test_a_token_has_the_same_probability_as_prompt_and_as_output(dtype: str) ->
             differences.append(abs((token.logprob.logprob or 0) - report.logprob))
     # Logits of this model have a deviation of 3; rounding to 16 bits 150 times moves each a little.
     assert sum(differences) / len(differences) < 0.06 and max(differences) < 0.6
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gains_biases_and_a_sliding_window_count_in_16_bits(dtype: str) -> None:
+    """Rows enough for products on Hopper's matrix units, whose weights have the norms' gains in them."""
+    config = config_of(16, max_num_seqs=40, num_blocks=600, max_num_batched_tokens=200)
+    tensors = mixed_tensors(getattr(torch, dtype))
+    held = Llama(MIXED, {name: tensor.to("cuda") for name, tensor in tensors.items()})
+    layout = kv_layout(MIXED, b"m", dtype, config.block_size, "")
+    runner = CudaRunner(held, config, CudaKVCache(layout, config.num_blocks, gpu()), gpu())
+    runner.warm_up()
+    prompts = some_prompts(MIXED.vocab_size, 7)[:9] * 5
+    params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)] * len(prompts)
+    tokens = produced(runner, config, prompts, params)
+    wide = Llama(MIXED, {name: tensor.float() for name, tensor in tensors.items()})
+    layout = kv_layout(MIXED, b"m", "float32", config.block_size, "")
+    engine = LocalEngine(ModelRunner(wide, config, KVCache(layout, config.num_blocks), CPUBackend()), config)
+    again = [prompt + [token.token_id for token in out] for prompt, out in zip(prompts, tokens, strict=True)]
+    numbers = [engine.add_request(ids, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)) for ids in again]
+    while engine.has_work:
+        engine.step()
+    differences = []
+    for number, out in zip(numbers, tokens, strict=True):
+        for token, report in zip(out, engine.prompt_logprobs[number][-len(out) :], strict=True):
+            assert token.logprob is not None and report.logprob is not None
+            differences.append(abs((token.logprob.logprob or 0) - report.logprob))
+    assert sum(differences) / len(differences) < 0.06 and max(differences) < 0.6
+
+
+def test_a_runner_does_not_begin_before_torch_has_filled_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(cuda_runner.BatchState):
+        def __init__(self, *arguments: Any) -> None:
+            torch.cuda._sleep(500_000_000)  # cycles, on torch's own stream: a quarter of a second
+            super().__init__(*arguments)
+
+    config = config_of(16)
+    prompts = some_prompts(320, 4)
+    params = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)] * len(prompts)
+    expected = _ids(produced(on_card("tiny", config), config, prompts, params))  # every kernel is in the cache now
+    spoilt = [torch.full((1 << 20,), 1 << 30, dtype=torch.int32, device="cuda") for _ in range(8)]
+    del spoilt  # what the state's memory holds before it is filled
+    monkeypatch.setattr(cuda_runner, "BatchState", Late)
+    assert _ids(produced(on_card("tiny", config), config, prompts, params)) == expected
 
 
 def _ids(tokens: list[list[Token]]) -> list[list[int]]:

@@ -11,6 +11,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from test_kernels import (  # noqa: E402
     ALL_HEADS,
     EPS,
+    LLAMA,
     NARROW,
     Written,
     assert_close,
@@ -41,7 +42,7 @@ PRODUCTS: list[Case] = [
     (1008, 768, Ending.STORE, True),  # tiles reach beyond the last output
     (1504, 768, Ending.SILU, True),
 ]
-ROWS = (9, 17, 31, 32, 64, 100, 128, 129, 256)
+ROWS = (9, 17, 31, 32, 64, 100, 128, 129, 192, 256)
 CUTS = [
     SkinnyShape(columns=16, tiles=1, groups=1, stages=2),
     SkinnyShape(columns=32, tiles=2, groups=2, stages=3, split=2),
@@ -68,14 +69,20 @@ def launch_of(case: Case, rows: int, dtype: str, cut: SkinnyShape) -> Launch:
     return products.skinny(outputs, inputs, rows, dtype, ending, cut, norm=norm)
 
 
-def rope_cuts(rows: int) -> list[SkinnyShape]:
-    chosen = products.skinny_shape(960, 576, rows, Ending.ROPE, "bfloat16")
-    return [cut for cut in (chosen, CUTS[0], CUTS[2]) if cut is not None]
+# Heads, inputs and rows; from 2048 inputs on the cuts are others.
+ROPES = [(heads, 576, rows) for heads in ALL_HEADS for rows in (33, 200)]
+ROPES += [(LLAMA, 4096, rows) for rows in (17, 32, 50, 100, 128)]
 
 
-def rope_launch(heads: Heads, rows: int, dtype: str, cut: SkinnyShape) -> Launch:
+def rope_cuts(inputs: int, rows: int) -> list[SkinnyShape]:
+    chosen = products.skinny_shape(960, inputs, rows, Ending.ROPE, "bfloat16")
+    assert chosen is not None
+    return [chosen, CUTS[0], CUTS[2]] if inputs == 576 else [chosen]
+
+
+def rope_launch(heads: Heads, inputs: int, rows: int, cut: SkinnyShape) -> Launch:
     outputs = (heads.heads + 2 * heads.kv_heads) * heads.head_dim
-    return products.skinny(outputs, 576, rows, dtype, Ending.ROPE, cut, norm=True, heads=heads)
+    return products.skinny(outputs, inputs, rows, "bfloat16", Ending.ROPE, cut, norm=True, heads=heads)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -84,10 +91,7 @@ def compiled() -> None:
         launch_of(case, rows, dtype, cut)
         for case in PRODUCTS for rows in ROWS for dtype in DTYPES for cut in fitting(case, rows, dtype)
     ]  # fmt: skip
-    wanted += [
-        rope_launch(heads, rows, dtype, cut)
-        for heads in ALL_HEADS for rows in (33, 200) for cut in rope_cuts(rows) for dtype in DTYPES[:1]
-    ]  # fmt: skip
+    wanted += [rope_launch(*each, cut) for each in ROPES for cut in rope_cuts(*each[1:])]
     compile_all(wanted)
 
 
@@ -130,19 +134,21 @@ def test_a_product_is_right_with_what_comes_before_and_after_however_it_is_cut(c
             assert_close(out, product, dtype)
 
 
-@pytest.mark.parametrize("heads", ALL_HEADS, ids=lambda heads: str(heads.head_dim))
-def test_a_product_may_end_with_rotation_and_kv_write(heads: Heads) -> None:
+@pytest.mark.parametrize(
+    ("heads", "inputs", "rows"), ROPES, ids=[f"{heads.head_dim}-{inputs}-{rows}" for heads, inputs, rows in ROPES]
+)
+def test_a_product_may_end_with_rotation_and_kv_write(heads: Heads, inputs: int, rows: int) -> None:
     dtype = "bfloat16"
     outputs = (heads.heads + 2 * heads.kv_heads) * heads.head_dim
-    for rows in (33, 200):
-        for cut in rope_cuts(rows):
-            weight, x = normal(outputs, 576, dtype=dtype, scale=576**-0.5), normal(rows, 576, dtype=dtype)
-            written, out = Written(heads, rows, dtype), poisoned(rows, outputs, dtype=dtype)
-            product = unscaled(x) @ weight.double().t()
-            maps = tensor_map(weight, 64), tensor_map(x, cut.columns)
-            launch = rope_launch(heads, rows, dtype, cut)
-            run(launch, *maps, None, out, rows, outputs, 576 // cut.inputs, EPS, written.arguments())
-            written.check(product, out)
+    for cut in rope_cuts(inputs, rows):
+        weight, bias = normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5), normal(outputs, dtype=dtype)
+        x = normal(rows, inputs, dtype=dtype)  # no company: boxes of x reach beyond all of it
+        written, out = Written(heads, rows, dtype), poisoned(rows, outputs, dtype=dtype)
+        product = unscaled(x) @ weight.double().t() + bias.double()
+        maps = tensor_map(weight, 64), tensor_map(x, cut.columns)
+        launch = rope_launch(heads, inputs, rows, cut)
+        run(launch, *maps, bias, out, rows, outputs, inputs // cut.inputs, EPS, written.arguments())
+        written.check(product, out)
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
@@ -170,7 +176,7 @@ def test_no_row_of_narrow_heads_is_written_twice() -> None:
     outputs = (NARROW.heads + 2 * NARROW.kv_heads) * NARROW.head_dim
     weight, x = normal(outputs, 576, dtype="bfloat16", scale=1 / 24), normal(40, 576, dtype="bfloat16")
     written, out = Written(NARROW, 40, "bfloat16"), poisoned(40, outputs, dtype="bfloat16")
-    launch = rope_launch(NARROW, 40, "bfloat16", cut)
+    launch = rope_launch(NARROW, 576, 40, cut)
     maps = tensor_map(weight, 64), tensor_map(x, cut.columns)
     run(launch, *maps, None, out, 40, outputs, 576 // cut.inputs, EPS, written.arguments())
     written.check(unscaled(x) @ weight.double().t(), out)
