@@ -18,13 +18,13 @@ import numpy as np
 
 from engine.fake_runner import FakeCache
 from kvtransfer.transports.grpc_bytes import CHUNK_BYTES
-from kvtransfer.transports.hands import give_way
+from kvtransfer.transports.hands import behind, give_way
 from kvtransfer.transports.nixl import Agent
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from wire.channel import write
 
-_THREAD = ThreadPoolExecutor(1, "raw", initializer=give_way)
+_THREAD = ThreadPoolExecutor(1, "raw", initializer=lambda: give_way(behind()))
 
 
 async def plain_copy(source: FakeCache, target: FakeCache, size: int) -> float:

@@ -47,6 +47,7 @@ from kvtransfer.jobs import JobKey, Tombstones
 from kvtransfer.ticket import layout_digest
 
 LOCAL = "local"
+MOST_PATHS = 8  # words on how blocks came, of which the newest are kept
 CREDIT_PATIENCE = 0.5  # seconds without credit, after which a running slot gives way to one that waits
 
 
@@ -248,7 +249,7 @@ class Decoder:
                 case Landed():
                     if job := self._by_pull.get(action.pull):
                         job.landed.add(action.position)
-                        self._kv_paths[job.path] = None
+                        self._came_by(job.path)
                     self._pulled_blocks += 1
                 case Ready() | Adopted():
                     rest += self._ready(action, now)
@@ -262,6 +263,12 @@ class Decoder:
                 case _:
                     rest.append(action)
         return rest
+
+    def _came_by(self, path: str) -> None:
+        """A path's words hold figures and reasons, which are others each time it is proved."""
+        self._kv_paths[path] = None
+        if len(self._kv_paths) > MOST_PATHS:
+            del self._kv_paths[next(iter(self._kv_paths))]
 
     def _announced(self, notice: Announced, now: float) -> list[Action]:
         if (job := self._by_pull.get(notice.pull)) is None:
@@ -283,7 +290,7 @@ class Decoder:
             return []
         if isinstance(notice, Adopted):
             job.slot.blocks = list(notice.blocks)
-            self._kv_paths[job.path] = None
+            self._came_by(job.path)
         if first.finish_reason is not None:  # its pull drains by itself
             self._forget(job, now)
             return [_echo(job, first)]

@@ -40,8 +40,8 @@ _KEY = RequestKey(1, 1, 1)
 
 
 def spare_blocks(block_bytes: int, probe_bytes: int = PROBE_BYTES) -> int:
-    """How many blocks a cache has behind its pool's."""
-    return max(1, min(MOST_BLOCKS, probe_bytes // block_bytes))
+    """How many blocks a cache has behind its pool's: at least one to be probed by others, and one for own probes."""
+    return max(2, min(MOST_BLOCKS, probe_bytes // block_bytes))
 
 
 def fill(cache: Cache, spare: Sequence[int], seed: int) -> list[BlockHandle]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from decode_service.decoder import MOST_PATHS
 from engine.fake_runner import fake_tokens
 from engine.messages import (
     BlockHandle,
@@ -96,6 +97,17 @@ def test_the_echo_of_token_0_comes_before_token_1_under_the_placements_key() -> 
     assert echo.key == RequestKey(1, 1, 1) and echo.token == Token(0, fake_tokens([1, 2, 3], 1)[0])
     world.step()
     assert isinstance(world.events[1], StepBatch) and world.events[1].rows[0].token.index == 1
+
+
+def test_however_often_a_path_is_proved_again_a_worker_tells_of_the_newest_alone() -> None:
+    world = World(16)
+    for number in range(20):
+        world.submit([number, 1, 2, 3, 4], 4)
+        pull = max(world.links)
+        world.core.reroute(pull, "grpc", f"grpc (memfd: 0.{number:02} GB/s, and --min-transfer-gbps asks for 1)")
+        world.finish()
+    told = world.core.load().kv_path.split("), ")
+    assert len(told) == MOST_PATHS and "0.19 GB/s" in told[-1]
 
 
 def test_a_slot_joins_the_very_next_step() -> None:

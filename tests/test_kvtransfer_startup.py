@@ -8,6 +8,7 @@ import pytest
 
 from engine.config import ModelConfig, RopeConfig
 from engine.messages import KvLayout
+from kvtransfer.probe import spare_blocks
 from kvtransfer.startup import assemble, engine_config
 from prefill_service.config import ROLE
 from wire.options import parse
@@ -21,6 +22,10 @@ def test_the_pool_is_what_the_memory_holds_and_a_request_may_be_as_long_as_the_m
     config = engine_config(parse(ROLE, ["--model", "m", "--kv-memory", "1MiB"], {}), MODEL, LAYOUT)
     assert (config.num_blocks, config.max_model_len, config.block_size) == (32, 8192, 16)
     assert config.max_num_batched_tokens == ROLE.max_num_batched_tokens
+
+
+def test_however_large_a_block_is_a_worker_of_both_kinds_can_probe_and_be_probed() -> None:
+    assert spare_blocks(4 << 20) == 4 and spare_blocks(100 << 20) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""A second pair of hands for work on blocks in the CPU's memory: copies and digests, a block at a time.
+"""The two threads of one owner's copies in the CPU's memory: the one that has the work, and one that lends it a hand.
 
-One thread helps the one that has the work, where a core has nothing else to do: both take the next item until none is
-left, and the end waits for both. They give way to the threads that compute: a landing may take a little longer, a
-decode step that runs meanwhile must not. The functions that are called must release the interpreter, as numpy's copies
-and xxhash do.
+Owns the second thread, and how far both stand behind the threads that compute: a landing may take a little longer, a
+decode step that runs meanwhile must not. Where a core has nothing else to do both take the next item until none is
+left, and the end waits for both. What is done to a block is the caller's function, which must release the interpreter,
+as numpy's copies and xxhash do.
 """
 
 from __future__ import annotations
@@ -21,16 +21,26 @@ Result = TypeVar("Result")
 
 ALONE = 2  # items that are not worth waking anybody
 NICE = 5  # how far these threads stand behind others: a quarter of a core where all cores compute
+_LAST = 19  # nobody stands further behind
 
 
-def give_way() -> None:
-    """The calling thread alone, as Linux has it."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+def behind() -> int:
+    """The niceness of a thread that gives way to the calling one."""
+    return min(_LAST, os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + NICE)
+
+
+def give_way(niceness: int) -> None:
+    """The calling thread alone, as Linux has it. Nobody may come forward again."""
+    me = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, me, max(niceness, os.getpriority(os.PRIO_PROCESS, me)))
 
 
 class Hands:
+    """Made on a thread that computes, or stands where those do."""
+
     def __init__(self) -> None:
-        self._helper = ThreadPoolExecutor(1, "hands", initializer=give_way)
+        self._niceness = behind()
+        self._helper = ThreadPoolExecutor(1, "hands", initializer=give_way, initargs=(self._niceness,))
         self._cores = len(os.sched_getaffinity(0))
         self._known: int | None = None  # the thread that has the work
 
@@ -55,7 +65,8 @@ class Hands:
             some()
         finally:
             todo.clear()
-            helping.result()
+            if not helping.cancel():  # it has begun
+                helping.result()
         return [results[number] for number in range(len(items))]
 
     def begin(self, work: Callable[Given, Result], *given: Given.args, **more: Given.kwargs) -> Future[Result]:
@@ -73,7 +84,7 @@ class Hands:
         """The calling thread, which does nothing else, gives way too."""
         if self._known != threading.get_native_id():
             self._known = threading.get_native_id()
-            give_way()
+            give_way(self._niceness)
 
     def close(self) -> None:
         self._helper.shutdown(wait=False)

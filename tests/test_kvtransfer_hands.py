@@ -1,0 +1,94 @@
+"""The threads that copy: every item is done once, errors come through, and they give way however low the worker is."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kvtransfer.transports import hands
+from kvtransfer.transports.hands import NICE, Hands
+
+
+def on_a_thread_of_its_own(work: Callable[[], object]) -> None:
+    """Niceness is a thread's, and cannot be taken back."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.fixture(autouse=True)
+def idle_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hands.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("niceness", [0, 10, 18])
+def test_both_threads_stand_behind_those_that_compute_even_in_a_worker_that_was_started_with_nice(
+    niceness: int,
+) -> None:
+    def work() -> None:
+        me = threading.get_native_id()
+        before = max(niceness, os.getpriority(os.PRIO_PROCESS, me))
+        os.setpriority(os.PRIO_PROCESS, me, before)
+        pair = Hands()
+        both = threading.Barrier(2, timeout=20)
+
+        def look(item: int) -> int:
+            if item < 2:
+                both.wait()  # each of the two has one
+            return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+        assert set(pair.each(look, range(20))) == {min(19, before + NICE)}
+        pair.close()
+
+    on_a_thread_of_its_own(work)
+
+
+def test_every_item_is_done_once_and_in_order() -> None:
+    def work() -> None:
+        pair, done = Hands(), list[int]()
+
+        def double(item: int) -> int:
+            done.append(item)
+            return 2 * item
+
+        for count in (0, 1, 2, 3, 50):
+            done.clear()
+            assert pair.each(double, range(count)) == [2 * item for item in range(count)]
+            assert sorted(done) == list(range(count))
+        pair.close()
+
+    on_a_thread_of_its_own(work)
+
+
+def test_what_goes_wrong_with_one_item_is_raised_when_neither_thread_is_at_any() -> None:
+    def work() -> None:
+        pair, at_work = Hands(), list[int]()
+
+        def fail(item: int) -> int:
+            at_work.append(item)
+            try:
+                if item == 3:
+                    raise ValueError("item 3")
+                return item
+            finally:
+                at_work.remove(item)
+
+        with pytest.raises(ValueError, match="item 3"):
+            pair.each(fail, range(100))
+        assert at_work == []
+        pair.close()
+
+    on_a_thread_of_its_own(work)
