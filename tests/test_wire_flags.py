@@ -138,3 +138,7 @@ def test_a_wrong_file_of_flags_is_one_sentence(tmp_path: Path, content: bytes | 
     with pytest.raises(BadOption, match=words.replace("?", r"\?")) as caught:
         parser().read(["--config", str(file)], {})
     assert "\n" not in str(caught.value)
+
+
+def test_a_token_is_in_no_words_about_the_settings() -> None:
+    assert "secret" not in repr(Security(token="secret")) and Security(token="secret") != Security(token="other")

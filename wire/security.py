@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ class InsecureAddress(ValueError):
 class Security:
     """`cert`, `key` and `ca` are PEM files, all three or none; `token` is shared by one deployment."""
 
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     cert: Path | None = None
     key: Path | None = None
     ca: Path | None = None
