@@ -183,7 +183,7 @@ def open_plain(address: str) -> grpc.aio.Channel:
     return open_channel(address, Security(), internal=True)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

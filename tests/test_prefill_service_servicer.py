@@ -95,7 +95,7 @@ class Router:
 
     async def get(self, kind: type[Event], matches: Callable[[Any], bool] = lambda event: True) -> Event:
         """The first event of that kind, once it is there."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 for event in self.events:
                     if isinstance(event, kind) and matches(event):
@@ -172,7 +172,7 @@ async def test_a_newer_session_of_a_router_ends_its_older_one() -> None:
         await old.get(WorkerLoad)
         new = Router(channel, session=2)
         with pytest.raises(SessionOver):
-            await asyncio.wait_for(old.task, 5)
+            await asyncio.wait_for(old.task, 30)
         new.start(1, [1, 2, 3])
         await new.get(FirstToken)
         await new.end()
@@ -214,7 +214,7 @@ async def test_a_session_before_the_model_is_loaded_is_refused_as_unavailable() 
     await servicer.close()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     give_up = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up, "it did not happen in time"

@@ -109,7 +109,7 @@ async def running(runner: Any, pace: Pace | None = None, blocks: int = BLOCKS) -
     feeder = Tokens(driver)
     try:
         yield driver, feeder
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30.0):
             while not (driver.prefiller.idle and driver.decoder.idle):
                 await asyncio.sleep(0.002)
         driver.prefiller.audit(driver.decoder.holders())
@@ -144,7 +144,7 @@ class Tokens(Feeder):
         super()._on_event(event)
 
     async def all_over(self, requests: Sequence[Request]) -> None:
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(60.0):
             for request in requests:
                 await request.over.wait()
 

@@ -77,9 +77,9 @@ async def test_blocks_go_by_local_and_ps_and_metrics_say_so(
 ) -> None:
     async with grpc.aio.insecure_channel(shared.address) as channel:
         await Stream(channel, request_for(3, 40, 5, VOCAB)).whole()
-    await asyncio.sleep(1.2)  # its load goes to the router once a second
-    async with AsyncClient(shared.address) as client:
-        assert transport(await client.server_info()) == "local"
+    async with AsyncClient(shared.address) as client, asyncio.timeout(30):
+        while transport(await client.server_info()) != "local":  # its load goes to the router once a second
+            await asyncio.sleep(0.1)
     await ps(shared.address, Security(), as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:4]] == ["prefill", "decode"]
