@@ -117,12 +117,11 @@ class Buffers:
 
 
 def launch_one(product: Product, weight: Tensor, x: Tensor, out: Tensor, buffers: Buffers, overlap: bool,
-               shape: GemvShape | None = None, ahead: Tensor | None = None) -> None:  # fmt: skip
+               shape: GemvShape | None = None) -> None:  # fmt: skip
     rope = (buffers.rope(),) if product.heads else ()
     gain = buffers.gain if product.norm else None
     launch = product.launch(buffers.rows, shape)
-    hint = (ahead, 0 if ahead is None else ahead.numel() * 2)
-    run(launch, weight, x, gain, None, out, buffers.rows, EPS, *hint, *rope, overlap=overlap)
+    run(launch, weight, x, gain, None, out, buffers.rows, EPS, *rope, overlap=overlap)
 
 
 def ours(product: Product, weights: list[Tensor], x: Tensor, buffers: Buffers, overlap: bool,
@@ -261,13 +260,13 @@ def layers(row_counts: Iterable[int], models: Iterable[str]) -> list[dict[str, A
         for rows in row_counts:
             buffers = Buffers(parts, rows)
             one: dict[str, Any] = {"model": model, "rows": rows, "floor_us": floor}
-            for name, overlap, ahead in (("us", False, False), ("overlap_us", True, False), ("ahead_us", True, True)):
-                one[name] = graph_us(partial(own_layers, parts, weights, buffers, overlap, ahead))
+            for name, overlap in (("us", False), ("overlap_us", True)):
+                one[name] = graph_us(partial(own_layers, parts, weights, buffers, overlap))
             one["cublas_us"] = graph_us(partial(cublas_layers, parts, weights, buffers))
             results.append(one)
             print(
                 f"  {model:5s} rows {rows:3d}: floor {floor:6.1f}  ours {one['us']:6.1f}, overlapped "
-                f"{one['overlap_us']:6.1f} ({floor / one['overlap_us']:.0%}), with hints {one['ahead_us']:6.1f}  "
+                f"{one['overlap_us']:6.1f} ({floor / one['overlap_us']:.0%})  "
                 f"cuBLAS and small kernels {one['cublas_us']:6.1f} us",
                 flush=True,
             )
@@ -281,14 +280,12 @@ def weights_of_layer(parts: list[Product]) -> list[Tensor]:
     ]
 
 
-def own_layers(parts: list[Product], weights: list[list[Tensor]], buffers: Buffers, overlap: bool, ahead: bool) -> int:
-    """With `ahead` each product names the same product of the next layer to the L2."""
+def own_layers(parts: list[Product], weights: list[list[Tensor]], buffers: Buffers, overlap: bool) -> int:
     x, h = buffers.x(parts[0].inputs), buffers.out.view(torch.bfloat16)
-    for i, layer in enumerate(weights):
-        hints = weights[(i + 1) % len(weights)] if ahead else [None] * len(parts)
-        for part, weight, hint in zip(parts, layer, hints, strict=True):
+    for layer in weights:
+        for part, weight in zip(parts, layer, strict=True):
             residual = part.ending is Ending.RESIDUAL
-            launch_one(part, weight, h if residual else x, x if residual else h, buffers, overlap, None, hint)
+            launch_one(part, weight, h if residual else x, x if residual else h, buffers, overlap)
     return len(weights)
 
 

@@ -40,8 +40,6 @@ struct Args {
     void* out;
     int rows;
     float eps;
-    const char* ahead;  // bytes that a later kernel will read, or null: a hint for the L2
-    int ahead_bytes;
 };
 
 __device__ __forceinline__ int column() { return blockIdx.x / SPLIT; }  // of blocks that share outputs
@@ -189,16 +187,6 @@ __device__ __forceinline__ void fetch_early(const Args& args, const RopeArgs& ro
 #endif
 }
 
-__device__ __forceinline__ void read_ahead(const Args& args) {
-#if __CUDA_ARCH__ >= 900
-    if (args.ahead == nullptr || threadIdx.x != 0) return;
-    const int blocks = gridDim.x * gridDim.y, share = (args.ahead_bytes / blocks + 15) & ~15;
-    const int first = (blockIdx.y * gridDim.x + blockIdx.x) * share, size = min(share, args.ahead_bytes - first) & ~15;
-    if (size > 0)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(args.ahead + first), "r"(size) : "memory");
-#endif
-}
-
 __device__ __forceinline__ void body(const Args& args, const RopeArgs& rope) {
     extern __shared__ __align__(16) float meeting[];  // [warp][row of x][row of w], then [warp][row of x]
     __shared__ Early early;
@@ -280,7 +268,6 @@ __device__ __forceinline__ void body(const Args& args, const RopeArgs& rope) {
             }
         }
     }
-    read_ahead(args);
     asm volatile("cp.async.wait_all;" ::: "memory");  // of fetch_early
 
     constexpr int PITCH = TILES * 16 + 2;
@@ -395,8 +382,7 @@ __device__ __forceinline__ void body(const Args& args, const RopeArgs& rope) {
 #endif
 
 extern "C" __global__ void SHARED_BY __launch_bounds__(THREADS)
-    gemv(const elem* w, const elem* x, const elem* norm, const elem* bias, void* out, int rows, float eps,
-         const char* ahead, int ahead_bytes
+    gemv(const elem* w, const elem* x, const elem* norm, const elem* bias, void* out, int rows, float eps
 #if EPILOGUE == ROPE
          ,
          RopeArgs rope) {
@@ -404,5 +390,5 @@ extern "C" __global__ void SHARED_BY __launch_bounds__(THREADS)
     ) {
     const RopeArgs rope{};
 #endif
-    body(Args{w, x, norm, bias, out, rows, eps, ahead, ahead_bytes}, rope);
+    body(Args{w, x, norm, bias, out, rows, eps}, rope);
 }

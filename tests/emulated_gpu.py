@@ -192,7 +192,7 @@ class EmulatedGpu:
         out.copy_(F.silu(gate) * up)
 
     def _gemv(self, settings: Any, w: Tensor, x: Tensor, norm: Tensor | None, bias: Tensor | None, out: Tensor,
-              rows: int, eps: float, ahead: Any, ahead_bytes: int, rope: bytes | None = None) -> None:  # fmt: skip
+              rows: int, eps: float, rope: bytes | None = None) -> None:  # fmt: skip
         assert w.is_contiguous() and x.is_contiguous() and out.is_contiguous()
         assert x.shape[1] == settings["K"] and bool(settings["NORM"]) == (norm is not None)
         h = x[:rows] if norm is None else F.rms_norm(x[:rows], (x.shape[1],), norm, eps)

@@ -53,8 +53,8 @@ def gemv(
     """x [rows, inputs] times a weight [outputs, inputs]; with SILU the weight has 2 * outputs rows. Cards before 9.0
     have no clusters.
 
-    Arguments: w, x, norm, bias (each of these two 0 if there is none), out, rows (int), eps (float), ahead (0, or what
-    a later kernel will read, for the L2), its bytes (int) and, with ROPE, ROPE_ARGS.
+    Arguments: w, x, norm, bias (each of these two 0 if there is none), out, rows (int), eps (float) and, with ROPE,
+    ROPE_ARGS.
     """
     assert gemv_fits(outputs, inputs), f"no kernel for a product with {outputs} outputs and {inputs} inputs"
     assert (ending is Ending.ROPE) == (heads is not None), "heads are for ROPE, which needs them"

@@ -46,7 +46,7 @@ class Products:
             return False
         more = () if rope is None else (rope,)
         if found.shape is None:
-            self._gpu.launch(found.launch, weight.t(), x, norm, bias, out, rows, self._eps, None, 0, *more)
+            self._gpu.launch(found.launch, weight.t(), x, norm, bias, out, rows, self._eps, *more)
         else:
             w_map = self._map(weight.t(), products.weight_box(ending, found.shape))
             x_map = self._map(self._whole[x.data_ptr()], found.shape.columns)
