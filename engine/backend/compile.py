@@ -21,7 +21,7 @@ from engine.config import ModelConfig
 from engine.loader.random_shapes import SHAPES
 
 _SHARED_PER_MULTIPROCESSOR = {"sm_80": 164 << 10, "sm_90a": 228 << 10}  # bytes
-_ROWS = (1, 16, 32, 64, 128, 256)  # one for each cut that engine.backend.launches knows
+_ROWS = (1, 16, 32, 64, 128, 256)  # one for each cut that engine.backend.products knows
 
 
 def step_kernels(config: ModelConfig, dtype: str, block_size: int, arch: str) -> Iterator[Kernel]:
