@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 
-from decode_service.job import Flight, Job
+from decode_service.job import Flight, Job, echo, failed
 from decode_service.refusal import refusal
 from decode_service.scheduler import UNBOUND, DecodeScheduler, Slot
 from engine.batch import Batch, StepOutput
@@ -23,9 +22,7 @@ from engine.messages import (
     DecodeCommand,
     DecodeStart,
     Drain,
-    Failed,
     Finish,
-    FirstToken,
     Heartbeat,
     KvLayout,
     KvPath,
@@ -47,7 +44,7 @@ from kvtransfer.jobs import JobKey, Tombstones
 from kvtransfer.ticket import layout_digest
 
 LOCAL = "local"
-MOST_PATHS = 8  # words on how blocks came, of which the newest are kept
+MOST_PATHS = 8  # words on how blocks came, of which the newest are kept: they hold figures, so there is no end of them
 CREDIT_PATIENCE = 0.5  # seconds without credit, after which a running slot gives way to one that waits
 
 
@@ -97,7 +94,7 @@ class Decoder:
         self._tombstones = Tombstones()
         self._last_slot = 0
         self._pulled_blocks = 0
-        self._kv_paths: dict[str, None] = {}
+        self._kv_paths: deque[str] = deque(maxlen=MOST_PATHS)
         self._steps = 0
         self._step_seconds = 0.0
         self._drain_until = 0.0
@@ -255,7 +252,7 @@ class Decoder:
                     rest += self._ready(action, now)
                 case PullFailed():
                     if job := self._by_pull.get(action.pull):
-                        rest.append(_failed(job, action.reason, resumable=True, facts=action.facts))
+                        rest.append(failed(job, action.reason, resumable=True, facts=action.facts))
                         self._forget(job, now)
                 case Drained():
                     self._draining_blocks.pop(action.pull, None)
@@ -265,10 +262,8 @@ class Decoder:
         return rest
 
     def _came_by(self, path: str) -> None:
-        """A path's words hold figures and reasons, which are others each time it is proved."""
-        self._kv_paths[path] = None
-        if len(self._kv_paths) > MOST_PATHS:
-            del self._kv_paths[next(iter(self._kv_paths))]
+        if path not in self._kv_paths:
+            self._kv_paths.append(path)
 
     def _announced(self, notice: Announced, now: float) -> list[Action]:
         if (job := self._by_pull.get(notice.pull)) is None:
@@ -293,13 +288,13 @@ class Decoder:
             self._came_by(job.path)
         if first.finish_reason is not None:  # its pull drains by itself
             self._forget(job, now)
-            return [_echo(job, first)]
+            return [echo(job, first)]
         del self._by_pull[notice.pull]
         job.pull = None
         if first.token.index != job.start.emitted or first.token.token_id >= self._vocab_size:
             self.ignored["wrong_first_token"] += 1
             self._forget(job, now)
-            return [_failed(job, Reason.INTERNAL, resumable=True)]
+            return [failed(job, Reason.INTERNAL, resumable=True)]
         job.first = first
         return [] if job.admitted is None else self._run(job, now)
 
@@ -323,7 +318,7 @@ class Decoder:
         jobs = [self._by_slot[victim.id] for victim in victims]
         for job in jobs:
             self._forget(job, now)
-        return [_failed(job, Reason.OUT_OF_BLOCKS, resumable=True) for job in jobs]
+        return [failed(job, Reason.OUT_OF_BLOCKS, resumable=True) for job in jobs]
 
     def _admitted(self, job: Job, now: float) -> list[Action]:
         job.admitted = now
@@ -344,7 +339,7 @@ class Decoder:
                 self.pool.name(slot.blocks[position], slot.hashes[position])
         job.first = None
         job.accept(first.token)
-        return [_echo(job, first)]
+        return [echo(job, first)]
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
@@ -397,7 +392,7 @@ class Decoder:
         """One StepBatch per session; a last token and its Finish share it."""
         flight = self._flights.popleft()
         self._steps += 1
-        self._step_seconds = _average(self._step_seconds, output.seconds)
+        self._step_seconds += (0.2 if self._step_seconds else 1.0) * (output.seconds - self._step_seconds)
         rows: defaultdict[int, list[Row]] = defaultdict(list)
         finishes: defaultdict[int, list[Finish]] = defaultdict(list)
         failures: list[Action] = []
@@ -406,7 +401,7 @@ class Decoder:
             if job.over:
                 continue  # ended while the step ran
             if token is None:
-                failures.append(_failed(job, Reason.INTERNAL, resumable=False))
+                failures.append(failed(job, Reason.INTERNAL, resumable=False))
                 self._forget(job, now)
                 continue
             self._name_full_block(job)
@@ -432,7 +427,7 @@ class Decoder:
         for job in dict.fromkeys(job for flight in flights for job in flight.jobs):
             job.ahead = 0
             if not job.over:
-                actions.append(_failed(job, Reason.INTERNAL, resumable=False, facts=facts))
+                actions.append(failed(job, Reason.INTERNAL, resumable=False, facts=facts))
                 self._forget(job, now)
         for flight in flights:
             self.pool.give(flight.blocks)
@@ -484,13 +479,13 @@ class Decoder:
         actions: list[Action] = []
         for job in list(self._jobs.values()):
             if job.deadline_at <= now:
-                actions.append(_failed(job, Reason.DEADLINE, resumable=False))
+                actions.append(failed(job, Reason.DEADLINE, resumable=False))
                 actions += self._end(job, now)
         actions += self._absorb(self.inbox.tick(now), now)
         self._park(now)
         if self.draining and now >= self._drain_until:
             for job in list(self._jobs.values()):
-                actions.append(_failed(job, Reason.DRAINING, resumable=True))
+                actions.append(failed(job, Reason.DRAINING, resumable=True))
                 actions += self._end(job, now)
         self._tombstones.expire(now)
         actions += self._settle(now)
@@ -590,16 +585,3 @@ class Decoder:
         if job.slot.lent:
             return "bound"  # ours, and waiting for its turn
         return "verified" if position < job.slot.held or position in job.landed else "copying"
-
-
-def _echo(job: Job, first: FirstToken) -> ToRouter:
-    """Token 0 again, under this placement's key: the sign that the slot runs here."""
-    return ToRouter(job.session, replace(first, key=job.start.key))
-
-
-def _failed(job: Job, reason: Reason, *, resumable: bool, facts: Mapping[str, str] | None = None) -> ToRouter:
-    return ToRouter(job.session, Failed(job.start.key, reason, resumable, dict(facts or {})))
-
-
-def _average(old: float, new: float) -> float:
-    return new if old == 0 else old + 0.2 * (new - old)

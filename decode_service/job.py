@@ -6,13 +6,14 @@ clock, in seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from decode_service.scheduler import Slot
 from engine.batch import Row, SampleInput
-from engine.messages import DecodeStart, FirstToken, StageTimes
+from engine.messages import DecodeStart, Failed, FirstToken, Reason, StageTimes
 from engine.types import Token
+from kvtransfer.actions import ToRouter
 from kvtransfer.jobs import JobKey
 
 
@@ -83,3 +84,12 @@ class Flight:
 
     jobs: list[Job]
     blocks: list[int] = field(default_factory=list)
+
+
+def echo(job: Job, first: FirstToken) -> ToRouter:
+    """Token 0 again, under this placement's key: the sign that the slot runs here."""
+    return ToRouter(job.session, replace(first, key=job.start.key))
+
+
+def failed(job: Job, reason: Reason, *, resumable: bool, facts: Mapping[str, str] | None = None) -> ToRouter:
+    return ToRouter(job.session, Failed(job.start.key, reason, resumable, dict(facts or {})))
