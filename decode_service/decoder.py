@@ -44,7 +44,7 @@ from kvtransfer.jobs import JobKey, Tombstones
 from kvtransfer.ticket import layout_digest
 
 LOCAL = "local"
-MOST_PATHS = 8  # words on how blocks came, of which the newest are kept: they hold figures, so there is no end of them
+MOST_PATHS = 8  # words on how blocks came, of which the newest are kept
 CREDIT_PATIENCE = 0.5  # seconds without credit, after which a running slot gives way to one that waits
 
 
@@ -94,7 +94,7 @@ class Decoder:
         self._tombstones = Tombstones()
         self._last_slot = 0
         self._pulled_blocks = 0
-        self._kv_paths: deque[str] = deque(maxlen=MOST_PATHS)
+        self._kv_paths: dict[str, None] = {}
         self._steps = 0
         self._step_seconds = 0.0
         self._drain_until = 0.0
@@ -262,8 +262,10 @@ class Decoder:
         return rest
 
     def _came_by(self, path: str) -> None:
-        if path not in self._kv_paths:
-            self._kv_paths.append(path)
+        """A path's words hold figures and reasons, which are others each time it is proved."""
+        self._kv_paths[path] = None
+        if len(self._kv_paths) > MOST_PATHS:
+            del self._kv_paths[next(iter(self._kv_paths))]
 
     def _announced(self, notice: Announced, now: float) -> list[Action]:
         if (job := self._by_pull.get(notice.pull)) is None:
@@ -392,7 +394,7 @@ class Decoder:
         """One StepBatch per session; a last token and its Finish share it."""
         flight = self._flights.popleft()
         self._steps += 1
-        self._step_seconds += (0.2 if self._step_seconds else 1.0) * (output.seconds - self._step_seconds)
+        self._step_seconds = _average(self._step_seconds, output.seconds)
         rows: defaultdict[int, list[Row]] = defaultdict(list)
         finishes: defaultdict[int, list[Finish]] = defaultdict(list)
         failures: list[Action] = []
@@ -585,3 +587,7 @@ class Decoder:
         if job.slot.lent:
             return "bound"  # ours, and waiting for its turn
         return "verified" if position < job.slot.held or position in job.landed else "copying"
+
+
+def _average(old: float, new: float) -> float:
+    return new if old == 0 else old + 0.2 * (new - old)
