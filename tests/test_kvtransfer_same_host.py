@@ -15,7 +15,7 @@ from kvtransfer.transports.same_host import Door, Lifeline, knock
 async def test_a_process_that_runs_out_of_descriptors_opens_its_door_again_when_it_has_some() -> None:
     address = f"\0pagewire-test-{random.getrandbits(64):016x}"
     door = Door(address, b"welcome")
-    door.open()
+    door.start()
     caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     used = [int(number) for number in os.listdir("/proc/self/fd")]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -44,7 +44,7 @@ async def test_a_process_that_runs_out_of_descriptors_opens_its_door_again_when_
 async def test_whoever_is_connected_learns_that_the_owner_has_ended() -> None:
     address = f"\0pagewire-test-{random.getrandbits(64):016x}"
     door, ended = Door(address, b"hello"), list[str]()
-    door.open()
+    door.start()
 
     async def gone() -> None:
         ended.append("gone")

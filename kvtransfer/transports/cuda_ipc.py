@@ -51,7 +51,7 @@ def _address(incarnation: int) -> str:
 # ---- the owner of blocks ------------------------------------------------------------------------------------------
 
 
-class CudaIpcExport:
+class CudaIpcExport(Door):
     """Gives the handle away until closed. Raises NoPath where the driver exports nothing."""
 
     kind = "cuda_ipc"
@@ -62,29 +62,7 @@ class CudaIpcExport:
         except RuntimeError as error:
             raise NoPath(f"the card's memory cannot be exported: {error}") from error
         greeting = _GREETING.pack(_MAGIC, incarnation, cache.num_blocks, layout_digest(cache.layout), handle)
-        self._door = Door(_address(incarnation), greeting)
-
-    def __len__(self) -> int:
-        return len(self._door)
-
-    @property
-    def refused(self) -> Counter[str]:
-        return self._door.refused
-
-    def start(self) -> None:
-        self._door.open()
-
-    async def offer(self) -> bytes:
-        return b""  # the incarnation names the socket
-
-    def opened(self) -> None:
-        pass  # nothing is asked of the owner
-
-    def closed(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        await self._door.close()
+        super().__init__(_address(incarnation), greeting)
 
 
 # ---- the puller ---------------------------------------------------------------------------------------------------

@@ -38,36 +38,14 @@ def _address(incarnation: int) -> str:
 # ---- the owner of blocks ------------------------------------------------------------------------------------------
 
 
-class MemfdExport:
+class MemfdExport(Door):
     """Gives the descriptor away until closed."""
 
     kind = "memfd"
 
     def __init__(self, incarnation: int, layout: KvLayout, memory: SharedMemory) -> None:
         greeting = _GREETING.pack(_MAGIC, incarnation, memory.size, layout_digest(layout))
-        self._door = Door(_address(incarnation), greeting, [memory.fd])
-
-    def __len__(self) -> int:
-        return len(self._door)
-
-    @property
-    def refused(self) -> Counter[str]:
-        return self._door.refused
-
-    def start(self) -> None:
-        self._door.open()
-
-    async def offer(self) -> bytes:
-        return b""  # the incarnation names the socket
-
-    def opened(self) -> None:
-        pass  # nothing is asked of the owner
-
-    def closed(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        await self._door.close()
+        super().__init__(_address(incarnation), greeting, [memory.fd])
 
 
 # ---- the puller ---------------------------------------------------------------------------------------------------

@@ -36,7 +36,8 @@ def _socket() -> socket.socket:
 
 
 class Door:
-    """The owner's. Greets, and gives copies of `descriptors` away, until closed. Its length: who is connected."""
+    """The owner's half of a transport (kvtransfer.paths.Export). Greets, and gives copies of `descriptors` away, until
+    closed. Its length: who is connected."""
 
     def __init__(self, address: str, greeting: bytes, descriptors: Sequence[int] = ()) -> None:
         self._address = address
@@ -49,11 +50,20 @@ class Door:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def open(self) -> None:
+    def start(self) -> None:
         listener = _socket()
         listener.bind(self._address)
         listener.listen(MAX_PEERS)
         self._accepting = asyncio.create_task(self._accept(listener))
+
+    async def offer(self) -> bytes:
+        return b""  # the incarnation names the socket
+
+    def opened(self) -> None:
+        pass  # nothing is asked of the owner
+
+    def closed(self) -> None:
+        pass
 
     async def close(self) -> None:
         await cancel_all([task for task in (self._accepting, *self._peers) if task is not None])
