@@ -49,6 +49,19 @@ async def test_among_many_streams_tokens_that_follow_closely_come_together_and_n
     assert await seconds_to(call, 1) < MOST_HOLD_S / 2
 
 
+async def test_a_call_that_was_read_late_holds_its_next_tokens_for_less() -> None:
+    call = one_of(300)
+    call.put(0, word(0))
+    await call.events()
+    call.put(0, word(1))
+    await asyncio.sleep(1.8 * MOST_HOLD_S)  # other streams had their turn first
+    await call.events()
+    call.put(0, word(2))
+    assert await seconds_to(call, 1) < MOST_HOLD_S / 2
+    call.put(0, word(3))
+    assert await seconds_to(call, 1) > MOST_HOLD_S / 2, "it was read in time"
+
+
 async def test_an_end_and_many_tokens_wait_for_nothing() -> None:
     call = one_of(300)
     call.put(0, word(0))
