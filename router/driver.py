@@ -25,8 +25,8 @@ TICK_S = 0.05
 HOLD_PER_CALL_S = 0.0006
 MOST_HOLD_S = 0.066
 MOST_HELD = 16  # events; far less than a client's window, so that holding them never stops a request
-# Streams that fall due with the same step are read one after another, and a pause lets the crowds of several steps become
-# one. Whoever was read later than this holds its next tokens for less, and so leaves the crowd.
+# Streams that fall due with the same step are read one after another, and a pause lets the crowds of several steps
+# become one. Whoever was read later than this holds its next tokens for less, and so leaves the crowd.
 MOST_LATE_S = 0.016
 
 HANDED_BACK = Outcome(
