@@ -74,6 +74,17 @@ def test_the_containers_of_a_card_answer_to_the_same_names() -> None:
         assert SERVICES[f"{role}-gpu"]["networks"]["default"]["aliases"] == [role]
 
 
+def test_each_image_is_built_by_one_service_so_that_run_finds_the_one_that_the_router_has() -> None:
+    """Built by several, it would be several images: `docker compose run` then replaces a router that serves."""
+    ours = {name: service for name, service in SERVICES.items() if "PAGEWIRE_IMAGE" in service["image"]}
+    for image in {service["image"] for service in ours.values()}:
+        (builder,) = (name for name, each in ours.items() if each["image"] == image and "build" in each)
+        others = [each for name, each in ours.items() if each["image"] == image and name != builder]
+        assert all(each["pull_policy"] == "never" for each in others), "no registry has it"
+        if image.endswith(":cpu"):
+            assert all("token" in each["depends_on"] or "router" in each["depends_on"] for each in others)
+
+
 def test_only_this_machine_reaches_the_published_ports() -> None:
     published = [port for service in SERVICES.values() for port in service.get("ports", [])]
     assert published and all(port.startswith("127.0.0.1:") for port in published)
