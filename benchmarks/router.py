@@ -120,7 +120,7 @@ def load(door: str, target: Deployment, directory: Path, name: str, **options: f
         "refused": sum(bool(each["refused"]) for each in streams),
         "most_at_once": _most_at_once(streams),
         "tokens": tokens,
-        "tokens_per_s": tokens / seconds,
+        "tokens_per_s": _rate(streams),
         "chunks": sum(len(stream["news"]) for stream in streams),
         "router_us_per_token": used / max(1, tokens) * 1e6,
         "router_share_of_a_core": used / seconds,
@@ -132,6 +132,14 @@ def load(door: str, target: Deployment, directory: Path, name: str, **options: f
 def _cpu(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
+
+
+def _rate(streams: Sequence[dict[str, Any]]) -> float:
+    """Tokens a second while every stream was open, or of the whole part where they never all were."""
+    since, until = max(stream["began"] for stream in streams), min(stream["ended"] for stream in streams)
+    if since >= until:
+        since, until = min(stream["began"] for stream in streams), max(stream["ended"] for stream in streams)
+    return sum(words for stream in streams for at, words in stream["news"] if since <= at < until) / (until - since)
 
 
 def _most_at_once(streams: Sequence[dict[str, Any]]) -> int:

@@ -30,3 +30,4 @@ def test_a_short_run_at_both_doors_completes_every_stream_and_finds_who_left(tmp
         part = results[door]
         assert part["complete"] == part["streams"] == streams and part["tokens"] == 32 * streams
         assert part["chunks"] <= part["tokens"] and part["held_ms_p50"] > 0
+        assert 0 < part["tokens_per_s"] < 64 * streams  # at 32 tokens a second of each
