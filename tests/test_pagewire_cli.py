@@ -60,6 +60,9 @@ def test_kernels_are_compiled_ahead_or_a_sentence_says_what_is_missing(model_cac
     lacking = one_sentence(pagewire("compile", *flags, "--arch", "sm_90a", PATH=str(tmp_path)))
     assert "install CUDA's nvcc" in lacking and "`pagewire compile`" in lacking
     assert "block size 17 is not supported" in one_sentence(pagewire("compile", *flags, "--block-size", "17"))
+    (tmp_path / "file").write_text("")
+    nowhere = pagewire("compile", "--model", "random:tiny", PAGEWIRE_CACHE_DIR=str(tmp_path / "file"))
+    assert str(tmp_path / "file") in one_sentence(nowhere)
 
 
 def processor_seconds(*argv: str) -> float:
@@ -224,6 +227,16 @@ def test_the_doctor_sees_that_torch_cannot_use_the_card(monkeypatch: pytest.Monk
     monkeypatch.setattr(doctor.metadata, "version", lambda name: "2.13.0+cpu")
     (found,) = doctor._gpu()
     assert found.state == "fault" and "torch 2.13.0+cpu is built without CUDA" in found.says and "PyPI" in found.mend
+
+
+def test_the_doctor_faults_a_machine_without_the_card_that_its_environment_asks_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "cuda_cards", lambda: "no NVIDIA driver: workers run on the CPU")
+    assert [each.state for each in doctor._gpu()] == ["ok"]
+    monkeypatch.setenv("PAGEWIRE_DEVICE", "cuda")
+    (found,) = doctor._gpu()
+    assert found.state == "fault" and found.says == "no NVIDIA driver, and PAGEWIRE_DEVICE is cuda" and found.mend
 
 
 def test_ps_and_doctor_print_json_of_the_same_workers(cluster: Cluster) -> None:

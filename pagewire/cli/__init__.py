@@ -267,7 +267,9 @@ def compile_kernels(
     block_size: Annotated[int, typer.Option(help="Tokens per KV block: 16, 32, 64 or 128.")] = 16,
     arch: Annotated[list[str] | None, typer.Option(help="sm_80 or sm_90a (Hopper); both unless named.")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Where compiled kernels are kept.")] = None,
-    model_cache_dir: Annotated[Path | None, typer.Option(help="Where converted models are kept.")] = None,
+    model_cache_dir: Annotated[
+        Path | None, typer.Option(envvar="PAGEWIRE_CACHE_DIR", help="Where converted models are kept.")
+    ] = None,
 ) -> None:
     """Compile a model's CUDA kernels ahead of time. Needs nvcc and no GPU; copy the folder to where no nvcc is."""
     from pagewire.cli.kernels import compile_for

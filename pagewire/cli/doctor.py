@@ -145,6 +145,10 @@ def _shared_memory() -> Iterator[Finding]:
 
 def _gpu() -> Iterator[Finding]:
     cards = cuda_cards()
+    if isinstance(cards, str) and os.environ.get("PAGEWIRE_DEVICE") == "cuda":  # as in the image for cards
+        mend = "for a container NVIDIA's container toolkit and --gpus all; or PAGEWIRE_DEVICE=cpu"
+        yield Finding("gpu", "fault", f"{cards.split(':')[0]}, and PAGEWIRE_DEVICE is cuda", mend)
+        return
     if isinstance(cards, str):
         yield Finding("gpu", "ok" if cards.startswith("no ") else "fault", *cards.split("; mend: "))
         return

@@ -30,5 +30,5 @@ def compile_for(
             kernels = dict.fromkeys(step_kernels(config, dtype, block_size, arch))
             count = check_spills(kernels, arch, folder, os.cpu_count() or 1)
             yield f"{arch}: {count} kernels in {folder}, {time.monotonic() - began:.0f} s"
-    except (KernelError, ModelError, ValueError) as error:
+    except (KernelError, ModelError, OSError, ValueError) as error:
         raise CommandFailed(str(error)) from None
