@@ -12,17 +12,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import uvloop
 
 from decode_service.decoder import Decoder
 from engine.blocks import BlockPool
@@ -44,11 +45,11 @@ from engine.messages import (
 )
 from engine.models.llama import Llama
 from engine.types import SamplingParams
-from kvtransfer.actions import Action
 from prefill_service.prefiller import Prefiller
+from shared_service.config import ROLE
 from shared_service.driver import SharedDriver
-from shared_service.pace import SHARE, Pace
-from shared_service.servicer import LEAST_CHUNK, LEAST_CHUNK_ON_CARD, warm_chunks
+from shared_service.pace import INTERVAL, TURN, Chunks, Pace
+from shared_service.servicer import LEAST_CHUNK, runner_beside, warm_up
 from wire import logs
 from wire.observer import Observer
 from wire.session import Outbound
@@ -125,52 +126,7 @@ class Feeder:
             request.over.set()
 
 
-class Watched(SharedDriver):
-    """Keeps what each step took the host: which it was, its tokens, milliseconds to launch and until it was read."""
-
-    def __init__(self, device: DeviceThread, pace: Pace) -> None:
-        super().__init__(device, pace)
-        self._seen: list[tuple[float, str, int, float]] = []
-        self._launching: dict[Any, float] = {}
-
-    async def _launch(self) -> bool:
-        began = time.monotonic()
-        launched = await super()._launch()
-        if launched and self._turns:
-            self._launching[self._turns[-1]] = 1e3 * (time.monotonic() - began)
-        return launched
-
-    def _learn(self, turn: Any) -> None:
-        kind, before = "step" if turn.stage is self.decode else "chunk", self._reported_at
-        super()._learn(turn)
-        took = self._reported_at - max(turn.at, before)
-        self._seen.append((1e3 * took, kind, turn.tokens, self._launching.pop(turn, 0.0)))
-
-    def slowest(self) -> str:
-        worst = sorted(self._seen, reverse=True)[:4]
-        chunks = sorted((one[3], one[2]) for one in self._seen if one[1] == "chunk")
-        sizes = Counter(size for _, size in chunks).most_common(6)
-        launch = f"launching a chunk {chunks[len(chunks) // 2][0]:.1f} ms, sizes {sizes}; " if chunks else ""
-        return launch + ", ".join(f"{kind} of {n}: {took:.0f} ms ({at:.0f})" for took, kind, n, at in worst)
-
-
-class TwoStreams(Watched):
-    """For comparison: each stage launches as soon as it can, on a thread and a stream of its own, the prompts' of lower
-    priority; the card shares itself out."""
-
-    def apply(self, actions: Sequence[Action]) -> None:
-        super().apply(actions)
-        for stage in (self.prefill, self.decode):
-            stage._wake.set()
-
-    async def run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.prefill._engine())
-            tasks.create_task(self.decode._engine())
-            tasks.create_task(self._tick())
-
-
-def on_card(shape: str, config: EngineConfig, streams: int) -> tuple[Any, Any, int]:
+def on_card(shape: str, config: EngineConfig) -> tuple[Any, Any, int]:
     """Runners of prompts and of rows, over one copy of random weights and one cache; and what the model knows."""
     from benchmarks.engine_gpu import tensors_of
     from engine.backend.cuda import Gpu
@@ -180,16 +136,13 @@ def on_card(shape: str, config: EngineConfig, streams: int) -> tuple[Any, Any, i
     gpu, model = Gpu(), ModelConfig.from_dict(SHAPES[shape])
     weights = Llama(model, dict(tensors_of(model)))
     layout = kv_layout(model, b"random", "bfloat16", BLOCK, "")
-    cache = CudaKVCache(layout, config.num_blocks, gpu)
-    rows = CudaRunner(weights, config, cache, gpu)
+    rows = CudaRunner(weights, config, CudaKVCache(layout, config.num_blocks, gpu), gpu)
+    rows.cache.zero([0])
     rows.warm_up()
-    if streams == 2:
-        gpu = gpu.beside()
-        cache = CudaKVCache(layout, config.num_blocks, gpu, cache._raw.view(-1))
-    return CudaRunner(weights, config, cache, gpu, graphs=False), rows, model.vocab_size
+    return runner_beside(rows), rows, model.vocab_size
 
 
-def on_cpu(shape: str, config: EngineConfig, streams: int) -> tuple[Any, Any, int]:
+def on_cpu(shape: str, config: EngineConfig) -> tuple[Any, Any, int]:
     from engine.backend.cpu import CPUBackend
     from engine.kv_cache import KVCache
     from engine.loader.random_weights import random_tensors
@@ -207,29 +160,31 @@ class Bench:
     """One deployment in this process. Prompts are random: none is found in the prefix cache."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.on_card = options, options.device == "cuda"
         steady, long = options.prompt + options.tokens, options.long
         blocks = options.sequences * (steady // BLOCK + 4) + 6 * (long // BLOCK + 2)
-        config = EngineConfig(
+        self.config = EngineConfig(
             block_size=BLOCK, num_blocks=blocks, max_num_seqs=options.sequences,
-            max_num_batched_tokens=options.max_num_batched_tokens, max_model_len=max(steady, long) + BLOCK,
-            dtype="bfloat16" if options.device == "cuda" else "float32",
+            max_num_batched_tokens=options.max_num_batched_tokens[0], max_model_len=max(steady, long) + BLOCK,
+            dtype="bfloat16" if self.on_card else "float32",
         )  # fmt: skip
-        build = on_card if options.device == "cuda" else on_cpu
-        self.prompts, self.rows, self.vocab = build(options.shape, config, options.streams)
-        self.options, self.config = options, config
-        self.device, self.other = DeviceThread("shared"), DeviceThread("prompts")
+        self.prompts, self.rows, self.vocab = (on_card if self.on_card else on_cpu)(options.shape, self.config)
+        self.device = DeviceThread("shared")
+        self.beside = DeviceThread("prompts") if self.on_card else self.device
         self._rng = random.Random(0)
-        self._token_seconds = 0.0
-        if options.device == "cuda":
-            sizes = Pace(LEAST_CHUNK_ON_CARD, options.max_num_batched_tokens).sizes
-            self._token_seconds = warm_chunks(self.prompts, sizes)
 
     def ids(self, count: int) -> list[int]:
         return [self._rng.randrange(3, self.vocab) for _ in range(count)]
 
+    async def use(self, tokens: int) -> None:
+        """Of a prompt in one step, from here on."""
+        self.config = replace(self.config, max_num_batched_tokens=tokens)
+        if self.on_card:
+            self.prompts.use(self.prompts.cache, self.config)
+            await self.beside.run(warm_up, self.prompts)
+
     def driver(self, share: float) -> SharedDriver:
-        ahead = self.options.device == "cuda"
-        depth = self.rows.depth if ahead else 1
+        most, depth = self.config.max_num_batched_tokens, self.rows.depth if self.on_card else 1
         node, pool = Node("shared", 1, "in-process:0"), BlockPool(self.config.num_blocks)
         layout, eos = self.rows.cache.layout, self.rows.eos_token_ids
         decoder = Decoder(
@@ -239,14 +194,15 @@ class Bench:
             node, layout, self.config, pool, vocab_size=self.vocab, eos_token_ids=eos, rng=random.Random(1),
             digests=False, promises=decoder, depth=depth,
         )  # fmt: skip
-        least = LEAST_CHUNK_ON_CARD if ahead else LEAST_CHUNK
-        pace = Pace(least, self.config.max_num_batched_tokens, share, self._token_seconds)
-        driver = (TwoStreams if self.options.streams == 2 else Watched)(self.device, pace)
-        clock = (lambda: self.rows.card_times[-1]) if ahead else None
-        driver.decodes(decoder, self.rows, self.rows if ahead else None, Observer("decode"), clock)
-        driver.prefills(prefiller, self.prompts, self.prompts if ahead else None, Observer("prefill"))
-        if self.options.streams == 2:
-            driver.prefill._device = self.other
+        observers = Observer("decode"), Observer("prefill")
+        if self.on_card:
+            driver = SharedDriver(Chunks(most, most), Pace(share))
+            driver.decodes(decoder, self.rows, self.device, self.rows, observers[0], self.rows.card_times)
+            driver.prefills(prefiller, self.prompts, self.beside, self.prompts, observers[1])
+        else:
+            driver = SharedDriver(Chunks(LEAST_CHUNK, most, share), Pace(0.0))
+            driver.decodes(decoder, self.rows, self.device, None, observers[0])
+            driver.prefills(prefiller, self.prompts, self.device, None, observers[1])
         return driver
 
     async def phase(self, share: float, long_prompts: bool) -> dict[str, Any]:
@@ -259,6 +215,8 @@ class Bench:
             if running.done():
                 running.result()
         prompts = [self.ids(options.long) for _ in range(options.seconds)]
+        if self.on_card:
+            self.rows.card_times.clear()
         began = time.perf_counter()
         found: list[Request] = []
         for second, prompt in enumerate(prompts):
@@ -267,41 +225,54 @@ class Bench:
             await asyncio.sleep(max(0.0, began + second + 1 - time.perf_counter()))
         ended = time.perf_counter()
         left = [one.times[-1] for one in steady]
+        steps = list(self.rows.card_times) if self.on_card else []
         async with asyncio.timeout(60):
             for one in found:
                 await one.over.wait()
         assert min(left) > ended - 1, "the steady sequences ended too early: raise --tokens"
-        chunk = driver.pace.tokens(True)
-        step, (count, seconds) = 1e3 * driver.pace.step_seconds, driver.pace.chunk
-        token = 1e6 * driver.pace.token_seconds
-        print(f"    a step {step:.2f} ms, the last chunk of {count} tokens {1e3 * seconds:.1f} ms, a token more "
-              f"{token:.1f} us; slowest: {driver.slowest()}", flush=True)  # fmt: skip
         feeder.stop()
         while not (driver.prefiller.idle and driver.decoder.idle):
             await asyncio.sleep(0.01)
         running.cancel()
         await asyncio.wait([running])
-        return self._figures(share, steady, found, began, ended, chunk)
+        return {**self._figures(share, steady, found, began, ended), **on_its_clock(steps)}
 
     def _figures(
-        self, share: float, steady: list[Request], found: list[Request], began: float, ended: float, chunk: int
+        self, share: float, steady: list[Request], found: list[Request], began: float, ended: float
     ) -> dict[str, Any]:
         pairs = [pair for one in steady for pair in zip(one.times, one.times[1:], strict=False)]
         gaps = sorted(1e3 * (after - before) for before, after in pairs if began <= after <= ended)
         waits = sorted(1e3 * (one.times[0] - one.began) for one in found)
-        p50, p99 = _at(gaps, 0.5), _at(gaps, 0.99)
+        p50, p99, most = _at(gaps, 0.5), _at(gaps, 0.99), self.config.max_num_batched_tokens
         figures = {
-            "long_prompts": len(found), "share": share, "gap_p50_ms": p50, "gap_p99_ms": p99, "gap_max_ms": gaps[-1],
-            "p99_over_p50": p99 / p50, "tokens_per_s": len(gaps) / (ended - began), "last_chunk_tokens": chunk,
-            "ttft_p50_ms": _at(waits, 0.5) if waits else None, "ttft_max_ms": waits[-1] if waits else None,
+            "long_prompts": len(found), "share": share, "max_num_batched_tokens": most, "gap_p50_ms": p50,
+            "gap_p99_ms": p99, "gap_max_ms": gaps[-1], "p99_over_p50": p99 / p50,
+            "tokens_per_s": len(gaps) / (ended - began), "ttft_p50_ms": _at(waits, 0.5) if waits else None,
+            "ttft_max_ms": waits[-1] if waits else None,
         }  # fmt: skip
         print(
-            f"  share {share:g}, {len(found)} long prompts: gap p50 {p50:.2f} p99 {p99:.2f} max {gaps[-1]:.1f} ms, "
-            f"p99/p50 {p99 / p50:.2f}, {figures['tokens_per_s']:.0f} tokens/s"
-            + (f", first token p50 {_at(waits, 0.5):.0f} max {waits[-1]:.0f} ms, chunk {chunk}" if waits else ""),
+            f"  share {share:g}, at most {most} tokens, {len(found)} long prompts: gap p50 {p50:.2f} p99 {p99:.2f} "
+            f"max {gaps[-1]:.1f} ms, p99/p50 {p99 / p50:.2f}, {figures['tokens_per_s']:.0f} tokens/s"
+            + (f", first token p50 {_at(waits, 0.5):.0f} max {waits[-1]:.0f} ms" if waits else ""),
             flush=True,
         )
         return figures
+
+
+def on_its_clock(steps: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """How long decode steps took a card, and how long it was from one's beginning to the next one's, in ms."""
+    if len(steps) < 2:
+        return {}
+    took = sorted(1e-6 * (ended - began) for began, ended in steps)
+    apart = sorted(1e-6 * (after - before) for (before, _), (after, _) in itertools.pairwise(steps))
+    found = {
+        f"{name}_{label}_ms": _at(values, at)
+        for name, values in (("step", took), ("begin_to_begin", apart))
+        for label, at in (("p50", 0.5), ("p80", 0.8), ("p99", 0.99), ("max", 1.0))
+    }
+    said = ", ".join(f"{name.removesuffix('_ms')} {value:.1f}" for name, value in found.items())
+    print(f"    on the card's clock, ms: {said}", flush=True)
+    return found
 
 
 def _at(values: Sequence[float], share: float) -> float:
@@ -313,12 +284,15 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     gc.collect()
     gc.freeze()
     print(f"{options.shape}, {options.sequences} sequences; vLLM on one H200: {VLLM}", flush=True)
-    warm = await bench.phase(options.shares[0], True)  # libraries prepare for each size of chunk once
-    found = [{**warm, "warm_up": True}, await bench.phase(options.shares[0], False)]
-    for share in options.shares:
-        found.append(await bench.phase(share, True))  # noqa: PERF401
+    shares = options.shares or [INTERVAL if bench.on_card else TURN]
+    found: list[dict[str, Any]] = []
+    for tokens in options.max_num_batched_tokens:
+        await bench.use(tokens)
+        if not found:
+            found.append(await bench.phase(shares[0], False))
+        found += [await bench.phase(share, True) for share in shares]
     bench.device.close()
-    bench.other.close()
+    bench.beside.close()
     return found
 
 
@@ -331,9 +305,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=int, default=2000, help="of a steady sequence: enough for all seconds")
     made.add_argument("--long", type=int, default=8192)
     made.add_argument("--seconds", type=int, default=8)
-    made.add_argument("--max-num-batched-tokens", type=int, default=2048)
-    made.add_argument("--shares", type=float, nargs="+", default=[SHARE], help="of a step that a chunk may take")
-    made.add_argument("--streams", type=int, choices=(1, 2), default=1, help="2: side by side, in whole budgets")
+    made.add_argument("--max-num-batched-tokens", type=int, nargs="+", default=[ROLE.max_num_batched_tokens])
+    made.add_argument("--shares", type=float, nargs="+", help="decode steps: on a card from one's launch to the next "
+                      "one's beside a prompt, on the CPU what a chunk may take")  # fmt: skip
     made.add_argument("--json", type=Path, help="where the figures go")
     return made
 
@@ -341,7 +315,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     logs.configure("benchmark", "warning")
-    found = asyncio.run(measure(options))
+    found = uvloop.run(measure(options))
     if options.json:
         cuda = options.device == "cuda"
         record = {

@@ -6,6 +6,7 @@ for that copy alone, not for the step that runs. Digests are computed on the car
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -35,6 +36,12 @@ class CudaKVCache:
         self.copies = Copies(gpu, self._raw, layout.block_bytes)
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         self.data = self._raw.view(-1).view(TORCH_DTYPES[layout.dtype]).view(shape)
+
+    def on(self, gpu: Gpu) -> CudaKVCache:
+        """The same blocks for another runner, whose stream zeroes and digests those that it fills."""
+        other = copy.copy(self)
+        other._gpu = gpu
+        return other
 
     def block_bytes(self, block: int, count: int = 1) -> memoryview:
         """A copy of the bytes of this block, or of `count` from it on."""

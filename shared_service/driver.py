@@ -1,50 +1,47 @@
-"""Drives both stages of one process: two cores over one pool, whose steps take turns on one device.
+"""Drives both stages of one process: two cores over one pool, each with its own engine loop.
 
-Decode goes first: between two of its steps the device computes at most one chunk of prompts, which Pace bounds. The
-two hand blocks to each other through a LocalPair, in one step on the loop. Decides nothing else; a stage's sessions,
-its clock and the border of its steps are those of kvtransfer.driver.
+On a card each stage has a thread and a stream of its own, and Pace keeps decode from taking everything. With one device
+thread for both, as on the CPU, their steps take turns, because each has at most one step in its queue: between two
+steps of decode runs one chunk of prompts, which Chunks bounds. Blocks go from one stage to the other through a
+LocalPair, in one step on the loop, and only those that a step which was read has written: streams need no other order.
+Decides nothing else; a stage's sessions, its clock and the border of its steps are those of kvtransfer.driver.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from decode_service.decoder import Decoder
 from engine.batch import Batch, StepOutput
 from engine.device_thread import DeviceThread
 from kvtransfer.actions import Action, ClosePull, SendBlock, ToPuller, ToRouter
-from kvtransfer.driver import TICK_S, AheadRunner, Driver, StepFailed
+from kvtransfer.driver import TICK_S, AheadRunner, Driver
 from kvtransfer.transports.local import LocalPair
 from prefill_service.prefiller import Prefiller
-from shared_service.pace import Pace
+from shared_service.pace import Chunks, Pace
 from wire.observer import Observer
 
 _TO_PULLERS = (ToPuller, SendBlock, ClosePull)
 _DECODE_SESSIONS = 1 << 62  # the decode stage numbers its sessions from here on: a number names its stage
 
 
-class StageDriver(Driver):
-    """One stage. What its core asks for goes through the pair first; the rest comes back by `deliver`."""
+class _Stage(Driver):
+    """What its core asks for goes through the pair first; the rest comes back by `deliver`."""
 
     def __init__(
         self,
+        shared: SharedDriver,
         core: Prefiller | Decoder,
-        step: Callable[[Batch], StepOutput],
+        runner: Any,
         device: DeviceThread,
         ahead: AheadRunner | None,
         observer: Observer,
-        apply: Callable[[Sequence[Action]], None],
-        first_session: int,
     ) -> None:
-        super().__init__(core, step, device, ahead, observer=observer)
-        self._through_the_pair = apply
-        self._last_session = first_session
-        self.ahead = ahead
+        super().__init__(core, runner.step, device, ahead, observer=observer)
+        self._shared = shared
 
     @property
     def audited(self) -> bool:
@@ -55,80 +52,98 @@ class StageDriver(Driver):
     def audited(self, value: bool) -> None:
         self._audited = value
 
+    async def steps(self) -> None:
+        await self._engine()
+
     def apply(self, actions: Sequence[Action]) -> None:
-        self._through_the_pair(actions)
+        self._shared.apply(actions)
 
-    def deliver(self, action: Action) -> None:
-        super().apply([action])
-
-    def next_batch(self) -> Batch | None:
-        return self._next_batch()
-
-    async def launch(self, batch: Batch) -> Any:
-        """What `collect` takes; without `ahead` it is the output itself. Raises StepFailed."""
-        return await self._on_device(self._step_on_device if self.ahead is None else self.ahead.submit, batch)
-
-    async def collect(self, launched: Any) -> StepOutput:
-        return launched if self.ahead is None else await self._on_device(self.ahead.collect, launched)
-
-    def report(self, output: StepOutput) -> None:
-        self._on_step(output)
-
-    async def failed(self, failure: StepFailed) -> None:
-        if self.ahead is not None:
-            await self._device.run(self.ahead.abandon)
-        self.apply(self.core.step_failed({"error_id": str(failure)}, time.monotonic()))
+    def deliver(self, actions: Sequence[Action]) -> None:
+        """Looks for work, too: what the other stage did may have made some."""
+        super().apply(actions)
 
 
-@dataclass(slots=True, eq=False)
-class _Turn:
-    """A step that was launched and not reported."""
+class _PrefillStage(_Stage):
+    def _next_batch(self) -> Batch | None:
+        shared = self._shared
+        shared.prefiller.budget = shared.chunks.tokens(decoding=bool(shared.decoder.scheduler.running))
+        return super()._next_batch()
 
-    stage: StageDriver
-    tokens: int
-    launched: Any
-    at: float
+    def _on_step(self, output: StepOutput) -> None:
+        shared = self._shared
+        tokens = sum(chunk.count for chunk in shared.prefiller.scheduler.flights[0])
+        shared.chunks.prefilled(tokens, output.seconds)
+        shared.chunk_read_at = time.monotonic()
+        super()._on_step(output)
+
+
+class _DecodeStage(_Stage):
+    card_times: Sequence[tuple[int, int]] = ()
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._last_session = _DECODE_SESSIONS
+        self._held: asyncio.TimerHandle | None = None
+
+    def _next_batch(self) -> Batch | None:
+        shared, now = self._shared, time.monotonic()
+        if self._held is not None:
+            self._held.cancel()
+            self._held = None
+        if seconds := shared.pace.hold(now, shared.computing):
+            self._held = asyncio.get_running_loop().call_later(seconds, self._wake.set)
+            return None
+        batch = super()._next_batch()
+        if batch is not None:
+            shared.pace.launched(now)
+        return batch
+
+    def _on_step(self, output: StepOutput) -> None:
+        shared, now, seconds = self._shared, time.monotonic(), output.seconds
+        alone = not shared.computing and shared.chunk_read_at <= now - seconds
+        if self.card_times:
+            began, ended = self.card_times[-1]
+            seconds = (ended - began) / 1e9
+        shared.chunks.decoded(seconds)
+        shared.pace.decoded(seconds, alone)
+        super()._on_step(output)
+        self.apply(shared.prefiller.admit(now))  # the step may have given blocks back
 
 
 class SharedDriver:
-    """`decodes` and then `prefills` give it its stages, over one pool. Their runners share weights, cache and stream;
-    where a runner takes one step at a time they are the same. `pace` learns from what it sees.
-    """
+    """`decodes` and then `prefills` give it its stages, over one pool: their runners share weights and cache."""
 
-    def __init__(self, device: DeviceThread, pace: Pace) -> None:
+    def __init__(self, chunks: Chunks, pace: Pace) -> None:
+        self.chunks = chunks
         self.pace = pace
         self.decoder: Decoder
         self.prefiller: Prefiller
-        self.decode: StageDriver
-        self.prefill: StageDriver
-        self._device = device
+        self.decode: _DecodeStage
+        self.prefill: _PrefillStage
+        self.chunk_read_at = 0.0
         self._pair: LocalPair
-        self._turns: deque[_Turn] = deque()  # as the device runs them
-        self._last: StageDriver | None = None  # that was launched
-        self._reported_at = 0.0
-        self._clock: Callable[[], tuple[int, int]] | None = None
-        self._step_ended = 0  # on the device's clock
-        self._between = 0  # prompt tokens that it computed since
-        self._wake = asyncio.Event()
 
     def decodes(
         self,
         core: Decoder,
         runner: Any,
+        device: DeviceThread,
         ahead: AheadRunner | None,
         observer: Observer,
-        clock: Callable[[], tuple[int, int]] | None = None,
-    ) -> StageDriver:
-        """`clock`: when the step that was read last began and ended on the device, in nanoseconds. Without one the
-        host's times are taken, which know of a step's end only when nothing keeps the host from looking."""
+        card_times: Sequence[tuple[int, int]] = (),
+    ) -> Driver:
+        """`card_times`: when steps that were read began and ended on the card, in nanoseconds, the newest last. To the
+        host a step lasts longer, where others are launched before it."""
         self.decoder = core
-        self._clock = clock
-        self.decode = StageDriver(core, runner.step, self._device, ahead, observer, self.apply, _DECODE_SESSIONS)
+        self.decode = _DecodeStage(self, core, runner, device, ahead, observer)
+        self.decode.card_times = card_times
         return self.decode
 
-    def prefills(self, core: Prefiller, runner: Any, ahead: AheadRunner | None, observer: Observer) -> StageDriver:
+    def prefills(
+        self, core: Prefiller, runner: Any, device: DeviceThread, ahead: AheadRunner | None, observer: Observer
+    ) -> Driver:
         self.prefiller = core
-        self.prefill = StageDriver(core, runner.step, self._device, ahead, observer, self.apply, 0)
+        self.prefill = _PrefillStage(self, core, runner, device, ahead, observer)
         self._pair = LocalPair(core, self.decoder)
         return self.prefill
 
@@ -136,99 +151,28 @@ class SharedDriver:
     def stuck(self) -> bool:
         return self.prefill.stuck or self.decode.stuck
 
+    @property
+    def computing(self) -> bool:
+        """The device has a chunk."""
+        return bool(self.prefiller.scheduler.flights)
+
     def apply(self, actions: Sequence[Action]) -> None:
+        prefill: list[Action] = []
+        decode: list[Action] = []
         for action in self._pair.carry(actions, time.monotonic()):
             if isinstance(action, ToRouter):
-                stage = self.prefill if action.session <= _DECODE_SESSIONS else self.decode
+                (prefill if action.session <= _DECODE_SESSIONS else decode).append(action)
             else:  # of pulls between this process and others
-                stage = self.prefill if isinstance(action, _TO_PULLERS) else self.decode
-            stage.deliver(action)
-        self._wake.set()
-
-    # ---- turns ----------------------------------------------------------------------------------------------------
+                (prefill if isinstance(action, _TO_PULLERS) else decode).append(action)
+        self.prefill.deliver(prefill)
+        self.decode.deliver(decode)
 
     async def run(self) -> None:
         """Runs until cancelled. Raises only for a broken invariant of a core, after which nothing can be trusted."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._engine())
+            tasks.create_task(self.prefill.steps())
+            tasks.create_task(self.decode.steps())
             tasks.create_task(self._tick())
-
-    async def _engine(self) -> None:
-        while True:
-            self._wake.clear()  # before asking: work that arrives after the cores said None must wake us
-            if await self._launch():
-                continue
-            if self._turns:
-                await self._report(self._turns.popleft())
-            else:
-                await self._wake.wait()
-
-    async def _launch(self) -> bool:
-        """Gives the device one more step, if there is one whose turn it is."""
-        stages = (self.prefill, self.decode) if self._last is self.decode else (self.decode, self.prefill)
-        for stage in stages:
-            batch = self._next(stage)
-            if batch is None:
-                continue
-            self._last = stage
-            turn = _Turn(stage, batch.num_tokens, None, time.monotonic())
-            try:
-                turn.launched = await stage.launch(batch)
-            except StepFailed as failure:
-                await self._fail(stage, failure)
-                return True
-            if stage.ahead is None:
-                await self._report(turn)
-            else:
-                self._turns.append(turn)
-            return True
-        return False
-
-    def _next(self, stage: StageDriver) -> Batch | None:
-        if stage is self.prefill:
-            decoding = any(turn.stage is self.decode for turn in self._turns)
-            if decoding and self._last is self.prefill:  # one chunk between two steps
-                return None
-            self.prefiller.budget = self.pace.tokens(decoding or bool(self.decoder.scheduler.running))
-        return stage.next_batch()
-
-    async def _report(self, turn: _Turn) -> None:
-        stage = turn.stage
-        try:
-            output = await stage.collect(turn.launched)
-        except StepFailed as failure:
-            await self._fail(stage, failure)
-            return
-        self._learn(turn)
-        stage.report(output)
-        if stage is self.decode:  # it may have given blocks back
-            self.apply(self.prefiller.admit(time.monotonic()))
-
-    def _learn(self, turn: _Turn) -> None:
-        """How long it took: from the end of the step before, as they run one after the other."""
-        now = time.monotonic()
-        took = now - max(turn.at, self._reported_at)
-        self._reported_at = now
-        if turn.stage is self.prefill:
-            if self._clock is None or not any(other.stage is self.decode for other in self._turns):
-                self.pace.prefilled(turn.tokens, took)
-            else:  # the decode step behind it will tell
-                self._between += turn.tokens
-        elif self._clock is None:
-            self.pace.decoded(took)
-        else:
-            began, ended = self._clock()
-            self.pace.decoded((ended - began) / 1e9)
-            if self._between:
-                self.pace.prefilled(self._between, (began - self._step_ended) / 1e9)
-            self._step_ended, self._between = ended, 0
-
-    async def _fail(self, stage: StageDriver, failure: StepFailed) -> None:
-        """Its steps that were launched after the one that failed are not reported either."""
-        self._turns = deque(turn for turn in self._turns if turn.stage is not stage)
-        await stage.failed(failure)
-
-    # ---- the clock ------------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
         while True:

@@ -1,55 +1,66 @@
-"""How much of a prompt may run between two steps of those who wait for their next token. Sans-IO: durations go in.
+"""How much of one device prompts get beside decode steps. Sans-IO: durations and times go in, in seconds.
 
-A prompt's chunk on a shared device is a gap in everybody's stream, so it is bounded by time, not by tokens: a chunk may
-take SHARE times a decode step, as both were measured last. While nobody decodes, a chunk may be as large as allowed.
-Chunks have few sizes, because libraries prepare for each shape when they first meet it.
+Where one step runs at a time (the CPU), a chunk of a prompt is a gap in everybody's stream: Chunks bounds it by time. A
+card runs a chunk and decode steps side by side, decode's work first, and a prompt gets what these leave: Pace makes
+them leave some. Each has one figure that trades the gaps between tokens for the time to the first one.
 """
 
 from __future__ import annotations
 
-SHARE = (
-    1.75  # of a decode step: a gap with a chunk in it is 2.75 steps long, and a prompt takes 1.57 times its own time
-)
-_STEP_WEIGHT = 0.2  # of the newest decode step in their moving average
+import math
+
+TURN = 1.75  # decode steps that a chunk may take: a gap with one in it is 2.75 steps long
+INTERVAL = 2.5  # from one decode step's launch to the next one's, in steps that run alone, while a prompt is computed
+_WEIGHT = 0.2  # of the newest decode step in their moving average
+
+
+class Chunks:
+    """`least` and `most` tokens of a chunk: below `least` what a chunk costs in any case would outweigh the rest."""
+
+    def __init__(self, least: int, most: int, share: float = TURN) -> None:
+        self.least, self.most = min(least, most), most
+        self.share = share
+        self.step_seconds = 0.0
+        self.token_seconds = 0.0  # of the last chunk
+
+    def decoded(self, seconds: float) -> None:
+        self.step_seconds = _average(self.step_seconds, seconds)
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        self.token_seconds = seconds / tokens
+
+    def tokens(self, decoding: bool) -> int:
+        """Of the next chunk, a multiple of `least` or the most; `decoding`: somebody waits for its end."""
+        if not decoding:
+            return self.most
+        if not self.step_seconds or not self.token_seconds:  # nothing is known: careful
+            return self.least
+        fitting = self.share * self.step_seconds / self.token_seconds
+        return self.most if fitting >= self.most else max(self.least, int(fitting) // self.least * self.least)
 
 
 class Pace:
-    """`least` and `most` tokens of a chunk: below `least` what a chunk costs in any case would outweigh the rest.
+    """When the next decode step may be launched. Where a step takes longer than `interval` beside a prompt, at once."""
 
-    A token more costs `token_seconds`, or where that is not known its part of the last chunk: what else a chunk takes,
-    for its weights and for the part of its prompt that is computed already, is in the last one's time.
-    """
+    def __init__(self, interval: float = INTERVAL) -> None:
+        self.interval = interval
+        self.step_seconds = 0.0  # of a step that ran alone
+        self._launched_at = -math.inf
 
-    def __init__(self, least: int, most: int, share: float = SHARE, token_seconds: float = 0.0) -> None:
-        self.sizes = _sizes(least, most)
-        self.share = share
-        self.step_seconds = 0.0
-        self.chunk = (0, 0.0)  # the last one's tokens and seconds
-        self.token_seconds = token_seconds
+    def launched(self, now: float) -> None:
+        self._launched_at = now
 
-    def decoded(self, seconds: float) -> None:
-        before = self.step_seconds
-        self.step_seconds = seconds if before == 0 else before + _STEP_WEIGHT * (seconds - before)
+    def decoded(self, seconds: float, alone: bool) -> None:
+        if alone:
+            self.step_seconds = _average(self.step_seconds, seconds)
+        else:  # alone it would not have taken longer: there are fewer rows now, if prompts never cease
+            self.step_seconds = min(self.step_seconds, seconds)
 
-    def prefilled(self, tokens: int, seconds: float) -> None:
-        self.chunk = (tokens, seconds)
-
-    def tokens(self, decoding: bool) -> int:
-        """Of the next step of prompts; `decoding`: somebody waits for its end."""
-        if not decoding:
-            return self.sizes[-1]
-        count, seconds = self.chunk
-        if not self.step_seconds or not count:  # nothing is known: careful
-            return self.sizes[0]
-        spare = self.share * self.step_seconds - seconds
-        fitting = count + spare / (self.token_seconds or seconds / count)
-        return max((size for size in self.sizes if size <= fitting), default=self.sizes[0])
+    def hold(self, now: float, computing: bool) -> float:
+        """Seconds to wait; `computing`: a prompt is."""
+        due = self._launched_at + self.interval * self.step_seconds
+        return max(0.0, due - now) if computing else 0.0
 
 
-def _sizes(least: int, most: int) -> list[int]:
-    """From `least` on, a quarter of it apart until four times as much, then half of it: 256, 320, ... 1024, 1152."""
-    found, size = [], least
-    while size < most:
-        found.append(size)
-        size += max(1, least // 2 if size >= 4 * least else least // 4)
-    return [*found, most]
+def _average(before: float, newest: float) -> float:
+    return newest if before == 0 else before + _WEIGHT * (newest - before)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -21,7 +23,7 @@ from engine.fake_runner import FakeRunner, fake_tokens
 from engine.messages import Node
 from prefill_service.prefiller import Prefiller
 from shared_service.driver import SharedDriver
-from shared_service.pace import Pace
+from shared_service.pace import Chunks, Pace
 from wire.observer import Observer
 
 BLOCKS, SIZE, VOCAB = 128, 16, 1000
@@ -46,44 +48,48 @@ class Runner(FakeRunner):
 
 
 class Ahead(Runner):
-    """Takes two steps before the first is read, and computes each when it is read, in order, as a stream would. Rows
-    of a step whose predecessor was not read yet come without their token. `other` is on the same stream."""
+    """A stream of a card: takes two steps before the first is read, and computes each when it is read, in order. Rows
+    of a step whose predecessor was not read yet come without their token. `seconds` each step takes."""
 
     depth = 2
 
-    def __init__(self, other: Ahead | None = None) -> None:
+    def __init__(self, seconds: float = 0.0, beside: Ahead | None = None) -> None:
         super().__init__()
-        self.launched: list[str] = other.launched if other else []
-        self._stream: deque[tuple[Ahead, Batch]] = other._stream if other else deque()
+        self.seconds = seconds
+        self.launched_at: list[float] = []
+        self.card_times: list[tuple[int, int]] = []
+        self._stream: deque[tuple[Batch, float]] = deque()  # and when it is done
         self._sampled: dict[int, int] = {}
-        if other:
-            self.cache, self.steps = other.cache, other.steps
+        if beside:
+            self.cache = beside.cache
 
     def submit(self, batch: Batch) -> Batch:
-        decodes = all(row.sample is not None and row.sample.index > 0 for row in batch.rows)
-        self.launched.append("d" if decodes else "p")
-        self._stream.append((self, batch))
+        self.launched_at.append(time.monotonic())
+        began = max([self.launched_at[-1], *(done for _, done in self._stream)])
+        self._stream.append((batch, began + self.seconds))
         return batch
 
     def collect(self, launched: Batch) -> StepOutput:
-        runner, batch = self._stream.popleft()
-        assert runner is self and batch is launched, "steps are read in the order in which they were launched"
+        batch, done = self._stream.popleft()
+        assert batch is launched, "steps are read in the order in which they were launched"
+        time.sleep(max(0.0, done - time.monotonic()))
+        self.card_times.append((int(1e9 * (done - self.seconds)), int(1e9 * done)))
         for row in launched.rows:
             if not row.tokens:
                 row.tokens = [self._sampled[row.slot]]
         output = self.step(launched)
+        output.seconds = time.monotonic() - self.launched_at[-1 - len(self._stream)]
         for row, token in zip(launched.rows, output.tokens, strict=True):
             if token is not None and token.index > 0:
                 self._sampled[row.slot] = token.token_id
         return output
 
     def abandon(self) -> None:
-        for one in [one for one in self._stream if one[0] is self]:
-            self._stream.remove(one)
+        self._stream.clear()
 
 
-def driver_of(runner: Any, pace: Pace, device: DeviceThread, blocks: int = BLOCKS) -> SharedDriver:
-    ahead = isinstance(runner, Ahead)
+def driver_of(runner: Any, chunks: Chunks, pace: Pace, devices: Sequence[DeviceThread], blocks: int) -> SharedDriver:
+    ahead = runner if isinstance(runner, Ahead) else None
     config = EngineConfig(
         block_size=SIZE, num_blocks=blocks, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512,
         dtype="float32",
@@ -94,17 +100,23 @@ def driver_of(runner: Any, pace: Pace, device: DeviceThread, blocks: int = BLOCK
     prefiller = Prefiller(
         node, runner.layout, config, pool, rng=random.Random(1), digests=False, promises=decoder, **common
     )
-    prompts = Ahead(runner) if ahead else runner
-    driver = SharedDriver(device, pace)
-    driver.decodes(decoder, runner, runner if ahead else None, Observer("decode"))
-    driver.prefills(prefiller, prompts, prompts if ahead else None, Observer("prefill"))
+    driver = SharedDriver(chunks, pace)
+    if ahead is None:
+        driver.decodes(decoder, runner, devices[0], None, Observer("decode"))
+        driver.prefills(prefiller, runner, devices[0], None, Observer("prefill"))
+    else:
+        runner.prompts = Ahead(beside=runner)
+        driver.decodes(decoder, runner, devices[0], runner, Observer("decode"), runner.card_times)
+        driver.prefills(prefiller, runner.prompts, devices[1], runner.prompts, Observer("prefill"))
     return driver
 
 
 @asynccontextmanager
-async def running(runner: Any, pace: Pace | None = None, blocks: int = BLOCKS) -> AsyncIterator[Any]:
-    device = DeviceThread("shared")
-    driver = driver_of(runner, pace or Pace(LEAST, 256), device, blocks)
+async def running(
+    runner: Any, chunks: Chunks | None = None, pace: Pace | None = None, blocks: int = BLOCKS
+) -> AsyncIterator[Any]:
+    devices = DeviceThread("shared"), DeviceThread("prompts")
+    driver = driver_of(runner, chunks or Chunks(LEAST, 256), pace or Pace(0.0), devices, blocks)
     task = asyncio.create_task(driver.run())
     feeder = Tokens(driver)
     try:
@@ -119,7 +131,8 @@ async def running(runner: Any, pace: Pace | None = None, blocks: int = BLOCKS) -
         feeder.stop()
         task.cancel()
         await asyncio.wait([task])
-        device.close()
+        for device in devices:
+            device.close()
 
 
 class Tokens(Feeder):
@@ -168,8 +181,7 @@ async def test_tokens_are_those_of_every_prompt_whatever_the_company(runner_of: 
 
 async def test_between_two_decode_steps_runs_at_most_one_chunk_of_the_paces_size() -> None:
     runner = Runner(seconds=0.001)
-    pace = Pace(LEAST, 256)
-    async with running(runner, pace) as (driver, feeder):
+    async with running(runner) as (driver, feeder):
         steady = feeder.start(prompts(1, 8)[0], 60)
         while len(steady.times) < 3:
             await asyncio.sleep(0.001)
@@ -189,18 +201,28 @@ async def test_prompts_alone_are_computed_in_whole_budgets() -> None:
     assert [size for kind, size in runner.steps if kind == "p"] == [256, 244]
 
 
-async def test_a_runner_that_is_ahead_gets_steps_and_chunks_by_turns() -> None:
-    runner = Ahead()
-    async with running(runner, Pace(LEAST, LEAST)) as (driver, feeder):
-        steady = feeder.start(prompts(1, 8)[0], 60)
-        while len(steady.times) < 3:
+async def test_decode_leaves_a_prompt_its_time_and_goes_on_at_once_when_it_is_computed() -> None:
+    step, chunk = 0.01, 0.25
+    runner = Ahead(step)
+    async with running(runner, Chunks(256, 256), Pace(6.0)) as (driver, feeder):
+        runner.prompts.seconds = chunk
+        steady = feeder.start(prompts(1, 8)[0], 120)
+        while len(steady.times) < 20:
             await asyncio.sleep(0.001)
-        runner.launched.clear()
-        long = feeder.start(prompts(1, 500, 2)[0], 1)
-        await feeder.all_over([long, steady])
-        assert feeder.tokens[1] == fake_tokens(prompts(1, 8)[0], 60, VOCAB)
-    order = "".join(runner.launched)
-    assert "pp" not in order[: order.rindex("p")] and order.count("p") == 8, order
+        long = feeder.start(prompts(1, 400, 2)[0], 1)
+        await feeder.all_over([long])
+        began, ended = runner.prompts.launched_at[1], time.monotonic()
+        driver.pace.interval = 1000.0
+        again = feeder.start(prompts(1, 100, 3)[0], 1)
+        await feeder.all_over([again])
+        read = time.monotonic()
+        await feeder.all_over([steady])
+        assert feeder.tokens[1] == fake_tokens(prompts(1, 8)[0], 120, VOCAB)
+    launched = runner.launched_at
+    beside = [at for at in launched if began + 2 * step < at < ended - step]
+    assert len(beside) >= 4, "decode goes on beside a prompt"
+    assert min(after - before for before, after in itertools.pairwise(beside)) >= 0.95 * 6.0 * step
+    assert min(at for at in launched if at > read - step) < read + 0.1, "a hold ends with what it is for"
 
 
 @pytest.mark.parametrize("runner_of", [Runner, Ahead])
@@ -211,7 +233,7 @@ async def test_a_step_that_breaks_fails_its_requests_and_no_others(runner_of: An
         steady = feeder.start(prompts(1, 8)[0], 40)
         while len(steady.times) < 3:
             await asyncio.sleep(0.001)
-        (driver.prefill.ahead or runner if stage == "p" else runner).broken = stage
+        (getattr(runner, "prompts", runner) if stage == "p" else runner).broken = stage
         other = feeder.start(prompts(1, 100, 2)[0], 1)
         await feeder.all_over([other, steady])
         assert feeder.failed == {2 if stage == "p" else 1: "INTERNAL"}
@@ -235,35 +257,42 @@ async def test_a_prompt_that_waits_for_blocks_is_admitted_as_soon_as_a_step_give
 
 def test_a_chunk_takes_its_share_of_a_step_however_fast_the_device_is() -> None:
     for step, token in ((0.007, 20e-6), (0.05, 1e-3), (0.0005, 5e-6)):
-        pace = Pace(LEAST, 4096, share=1.5)
-        pace.decoded(step)
-        pace.prefilled(1000, 1000 * token)
-        tokens = pace.tokens(decoding=True)
-        assert tokens in pace.sizes
+        chunks = Chunks(LEAST, 4096, share=1.5)
+        chunks.decoded(step)
+        chunks.prefilled(1000, 1000 * token)
+        tokens = chunks.tokens(decoding=True)
+        assert tokens % LEAST == 0
         assert step <= tokens * token <= 1.5 * step or tokens == LEAST
 
 
-def test_what_a_chunk_costs_in_any_case_is_not_counted_for_each_token() -> None:
-    """10 ms, and 20 us a token: of 21 ms, 11 are left for 550 tokens, whatever the last chunk's size was."""
-    for size in (256, 384, 1024):
-        pace = Pace(256, 2048, share=3.0, token_seconds=20e-6)
-        pace.decoded(0.007)
-        pace.prefilled(size, 0.010 + 20e-6 * size)
-        assert pace.tokens(decoding=True) == 512  # 576 would be too many
-
-
-def test_chunks_have_few_sizes() -> None:
-    assert Pace(256, 1300).sizes == [256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960, 1024, 1152, 1280, 1300]
-    assert Pace(64, 100).sizes == [64, 80, 96, 100]
-    assert Pace(256, 100).sizes == [100]
-
-
 def test_a_chunk_is_small_before_anything_is_known_and_whole_while_nobody_decodes() -> None:
-    pace = Pace(128, 2048)
-    assert pace.tokens(decoding=True) == 128 and pace.tokens(decoding=False) == 2048
-    pace.decoded(1e-6)
-    pace.prefilled(128, 1.0)
-    assert pace.tokens(decoding=True) == 128
-    pace.decoded(1e6)
-    assert pace.tokens(decoding=True) == 2048
-    assert Pace(256, 100).tokens(decoding=True) == 100
+    chunks = Chunks(128, 2000)
+    assert chunks.tokens(decoding=True) == 128 and chunks.tokens(decoding=False) == 2000
+    chunks.decoded(1e-6)
+    chunks.prefilled(128, 1.0)
+    assert chunks.tokens(decoding=True) == 128
+    chunks.decoded(1e6)
+    assert chunks.tokens(decoding=True) == 2000
+    assert Chunks(256, 100).tokens(decoding=True) == 100
+
+
+def test_a_step_beside_a_prompt_waits_until_the_interval_since_the_last_has_passed() -> None:
+    pace = Pace(interval=2.5)
+    pace.launched(10.0)
+    assert pace.hold(10.0, computing=True) == 0, "nothing is known of a step"
+    pace.decoded(0.008, alone=True)
+    assert pace.hold(10.005, computing=True) == pytest.approx(0.015)
+    assert pace.hold(10.005, computing=False) == 0
+    assert pace.hold(10.5, computing=True) == 0
+
+
+def test_only_steps_alone_say_how_long_a_step_takes_but_a_faster_one_says_that_they_take_no_longer() -> None:
+    pace = Pace(interval=2.0)
+    pace.launched(0.0)
+    pace.decoded(0.016, alone=False)
+    assert pace.hold(0.0, computing=True) == 0
+    pace.decoded(0.008, alone=True)
+    pace.decoded(0.016, alone=False)
+    assert pace.hold(0.0, computing=True) == pytest.approx(0.016)
+    pace.decoded(0.005, alone=False)
+    assert pace.hold(0.0, computing=True) == pytest.approx(0.010)
