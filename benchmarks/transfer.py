@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import grpc.aio
 import numpy as np
+import uvloop
 
 from benchmarks import transfer_raw as raw
 from engine.blocks import BlockPool
@@ -381,7 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.block < 1 or given.size < given.block or given.size % given.block:
         parser.error(f"--size must be a multiple of --block, got {given.size} and {given.block}")
     logs.configure("transfer", "warning")
-    figures = asyncio.run(measure(given.size, given.block, given.rounds, given.path or PATHS))
+    figures = uvloop.run(measure(given.size, given.block, given.rounds, given.path or PATHS))
     if given.json is not None:
         given.json.write_text(json.dumps([figure._asdict() for figure in figures], indent=1) + "\n", "utf-8")
 

@@ -31,7 +31,8 @@ def on_a_thread_of_its_own(work: Callable[[], object]) -> None:
 
 @pytest.fixture(autouse=True)
 def idle_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hands.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(hands, "_running", lambda: 1)
+    monkeypatch.setattr(hands, "_cores", lambda: 2)
 
 
 @pytest.mark.parametrize("niceness", [0, 10, 18])
@@ -89,6 +90,44 @@ def test_what_goes_wrong_with_one_item_is_raised_when_neither_thread_is_at_any()
         with pytest.raises(ValueError, match="item 3"):
             pair.each(fail, range(100))
         assert at_work == []
+        pair.close()
+
+    on_a_thread_of_its_own(work)
+
+
+def test_nobody_helps_where_every_core_has_something_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hands, "_running", lambda: 3)
+
+    def work() -> None:
+        pair, me = Hands(), threading.get_native_id()
+
+        def who(item: int) -> int:
+            return threading.get_native_id()
+
+        assert set(pair.each(who, range(20))) == {me}
+        pair.calm()
+        assert pair.begin(who, 1).result() == me
+        pair.close()
+
+    on_a_thread_of_its_own(work)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_the_helper_keeps_off_the_core_of_the_one_it_helps() -> None:
+    """Where a scheduler fills one core first both would take turns on it while another is idle."""
+
+    def work() -> None:
+        pair, cores = Hands(), os.sched_getaffinity(0)
+        both = threading.Barrier(2, timeout=20)
+
+        def where(item: int) -> frozenset[int]:
+            if item < 2:
+                both.wait()
+            return frozenset(os.sched_getaffinity(0))
+
+        pair.each(where, range(20))  # the helper is there
+        here, elsewhere = sorted(set(pair.each(where, range(20))), key=len, reverse=True)
+        assert here == cores and len(cores - elsewhere) == 1
         pair.close()
 
     on_a_thread_of_its_own(work)

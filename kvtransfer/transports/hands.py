@@ -1,13 +1,15 @@
 """The two threads of one owner's copies in the CPU's memory: the one that has the work, and one that lends it a hand.
 
 Owns the second thread, and how far both stand behind the threads that compute: a landing may take a little longer, a
-decode step that runs meanwhile must not. Where a core has nothing else to do both take the next item until none is
-left, and the end waits for both. What is done to a block is the caller's function, which must release the interpreter,
-as numpy's copies and xxhash do.
+decode step that runs meanwhile must not. Where a core has nothing else to do at that moment both take the next item
+until none is left, and the end waits for both. What is done to a block is the caller's function, which must release the
+interpreter, as numpy's copies and xxhash do.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import threading
 from collections import deque
@@ -21,6 +23,7 @@ Result = TypeVar("Result")
 
 ALONE = 2  # items that are not worth waking anybody
 NICE = 5  # how far these threads stand behind others: a quarter of a core where all cores compute
+_LIBC = ctypes.CDLL(None)
 _LAST = 19  # nobody stands further behind
 
 
@@ -40,14 +43,22 @@ class Hands:
 
     def __init__(self) -> None:
         self._niceness = behind()
-        self._helper = ThreadPoolExecutor(1, "hands", initializer=give_way, initargs=(self._niceness,))
-        self._cores = len(os.sched_getaffinity(0))
+        self._helper = ThreadPoolExecutor(1, "hands", initializer=self._introduce)
+        self._helper_id: int | None = None
         self._known: int | None = None  # the thread that has the work
+        self._helped: bool | None = None  # None: nobody has looked since this slice began
+
+    def calm(self) -> None:
+        """Before each slice: the calling thread, which does nothing else, gives way too."""
+        self._helped = None
+        if self._known != threading.get_native_id():
+            self._known = threading.get_native_id()
+            give_way(self._niceness)
 
     def each(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """`work` of every item, in order. Returns when neither thread is at any of them; raises what `work` raised."""
         self.calm()
-        if len(items) <= ALONE or self._all_busy():
+        if len(items) <= ALONE:
             return [work(item) for item in items]
         todo = deque(enumerate(items))
         results: dict[int, Result] = {}
@@ -60,7 +71,12 @@ class Hands:
                     return
                 results[number] = work(item)
 
-        helping = self._helper.submit(some)
+        def help_if_idle() -> None:
+            if _running() <= _cores():  # the two of them
+                some()
+
+        self._part()
+        helping = self._helper.submit(help_if_idle)
         try:
             some()
         finally:
@@ -70,21 +86,42 @@ class Hands:
         return [results[number] for number in range(len(items))]
 
     def begin(self, work: Callable[Given, Result], *given: Given.args, **more: Given.kwargs) -> Future[Result]:
-        """On the helper alone, after what it was given before; here, if it would have to wait for a core."""
-        if not self._all_busy():
+        """On the helper alone, after what it was given before; here, if no core was idle when the slice began."""
+        if self._helped is None:
+            self._part()
+            self._helped = _running() < _cores()
+        if self._helped:
             return self._helper.submit(work, *given, **more)
-        done: Future[Result] = Future()
-        done.set_result(work(*given, **more))
-        return done
-
-    def _all_busy(self) -> bool:
-        return os.getloadavg()[0] > self._cores  # of the last minute: good enough for a choice that costs little
-
-    def calm(self) -> None:
-        """The calling thread, which does nothing else, gives way too."""
-        if self._known != threading.get_native_id():
-            self._known = threading.get_native_id()
-            give_way(self._niceness)
+        return done(work(*given, **more))
 
     def close(self) -> None:
         self._helper.shutdown(wait=False)
+
+    def _introduce(self) -> None:
+        give_way(self._niceness)
+        self._helper_id = threading.get_native_id()
+
+    def _part(self) -> None:
+        """The helper leaves the calling thread's core: some schedulers, of virtual machines above all, fill one core
+        before they use the next, and there it would only take turns with whom it should help."""
+        others = os.sched_getaffinity(0) - {_LIBC.sched_getcpu()}
+        if self._helper_id is not None and others:
+            with contextlib.suppress(OSError):  # the process may have been given other cores meanwhile
+                os.sched_setaffinity(self._helper_id, others)
+
+
+def done(result: Result) -> Future[Result]:
+    """What `begin` returns, of work that is over."""
+    future: Future[Result] = Future()
+    future.set_result(result)
+    return future
+
+
+def _running() -> int:
+    """How many threads of this machine run, or would if they had a core; the calling one is among them."""
+    with open("/proc/loadavg", encoding="ascii") as file:
+        return int(file.read().split()[3].partition("/")[0])
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -26,14 +26,14 @@ import numpy as np
 
 from engine.messages import KvLayout, Node
 from kvtransfer.paths import Cache, Copy, CopyFailed, NoPath
-from kvtransfer.transports.hands import Hands
+from kvtransfer.transports.hands import Hands, done
 
 _OFFER = struct.Struct("<8sQQQ32s")  # magic, address of block 0, device, blocks, layout
 _MAGIC = b"pagenixl"
 _PACKAGES = ("nixl_cu13", "nixl_cu12")  # either will do where no card is used
 POLL_S = (0.00005, 0.0005)  # the first wait for a transfer, doubled until the longest
 SLICE_BYTES = 64 << 20  # of one trip to the copying thread
-GROUP_BYTES = 8 << 20  # of one READ
+GROUP_BYTES = 8 << 20  # of one READ, if its blocks are digested
 AT_ONCE = 1  # READs that are posted before the oldest is waited for, besides it
 ANSWER_S = (0.0005, 0.01)  # how often an owner looks whether it is asked for something: while it is pulled from, else
 PATIENCE_S = 10.0  # after which a transfer is asked to end, and its owner is given up
@@ -216,22 +216,31 @@ class NixlSource:
     def copy(self, cache: Cache, copies: Sequence[Copy]) -> list[int]:
         """Two groups of blocks are under way at a time, and the one before is digested by the other hand."""
         self._hands.calm()
-        most = max(1, GROUP_BYTES // self._agent.block_bytes)
-        groups = [copies[first : first + most] for first in range(0, len(copies), most)]
         reading: deque[tuple[Sequence[Copy], Any, str]] = deque()
         digests: list[Future[list[int]]] = []
         try:
-            for group in groups:
+            for group in self._groups(copies):
                 reading.append((group, *self._read(group)))
-                if len(reading) > AT_ONCE:
-                    digests.append(self._landed(cache, reading))
+                while reading and (len(reading) > AT_ONCE or reading[0][2] == "DONE"):
+                    digests.append(self._landed(cache, reading, copies[-1]))
             while reading:
-                digests.append(self._landed(cache, reading))
+                digests.append(self._landed(cache, reading, copies[-1]))
         except self._agent.errors as error:
             self.gone = True
             self._give_up(reading)
             raise CopyFailed(f"NIXL: {_words(error)}") from error
         return [digest for group in digests for digest in group.result()]
+
+    def _groups(self, copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
+        """What each READ gets: less and less at the end, so that little is left to digest after the last byte."""
+        if all(each.tokens is None for each in copies):
+            yield copies
+            return
+        most, first = max(1, GROUP_BYTES // self._agent.block_bytes), 0
+        while first < len(copies):
+            count = min(most, (len(copies) - first + 1) // 2)
+            yield copies[first : first + count]
+            first += count
 
     def _read(self, copies: Sequence[Copy]) -> tuple[Any, str]:
         nixl = self._agent.nixl
@@ -241,9 +250,11 @@ class NixlSource:
         transfer = nixl.make_prepped_xfer("READ", self._agent.here, here, self._remote, there)
         return transfer, nixl.transfer(transfer)
 
-    def _landed(self, cache: Cache, reading: deque[tuple[Sequence[Copy], Any, str]]) -> Future[list[int]]:
+    def _landed(self, cache: Cache, reading: deque[tuple[Sequence[Copy], Any, str]], last: Copy) -> Future[list[int]]:
         group, transfer, state = reading.popleft()
         self._finish(transfer, state)
+        if group[-1] is last:  # this hand has nothing else to do
+            return done(_digests(cache, group))
         return self._hands.begin(_digests, cache, group)
 
     def _give_up(self, reading: Iterable[tuple[Sequence[Copy], Any, str]]) -> None:
