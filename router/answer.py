@@ -7,7 +7,7 @@ tokens that the client holds and shows nothing of them again. Never waits and ne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.types import FinishReason, SamplingParams, Token, TokenLogprob
 from router.actions import Outcome
@@ -38,6 +38,7 @@ class Answer:
         resume: Sequence[int] = (),
     ) -> None:
         self._params = params
+        self._prompt_only = output.prompt_only
         self._detokenizer = tokenizer.detokenizer(prompt_ids, output.keep_special_tokens)
         self._stops = StopStrings(params.stop, params.include_stop_in_output)
         self._piece = Piece()
@@ -51,6 +52,9 @@ class Answer:
 
     def extend(self, tokens: Sequence[Token], outcome: Outcome | None = None) -> None:
         """`outcome` says that these tokens are the last. What follows a stop string is dropped."""
+        if self._prompt_only:
+            tokens = ()
+            outcome = outcome and replace(outcome, finish_reason=FinishReason.LENGTH, stop_token_id=None)
         ids = [token.token_id for token in tokens]
         hidden = self._hides_last(tokens, outcome)
         before = self.tokens

@@ -21,6 +21,7 @@ from router.status import RequestError, abort
 
 REQUEST_ID = "x-request-id"
 MAX_ECHO = 256  # characters of a name that is too long for a request, in the refusal that says so
+GENERATING = frozenset({"Generate", "GenerateStream"})
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
 
@@ -66,9 +67,12 @@ def _bordered(service_of: Callable[[], Any], name: str) -> Callable[..., Any]:
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
         trailers = _name(request, context)
         try:
+            service = service_of()
             if isinstance(request, _Unreadable):
+                if service is not None and name in GENERATING:
+                    service.unreadable()
                 raise RequestError("INVALID_ARGUMENT", request.sentence, reason="UNREADABLE")
-            if (service := service_of()) is None:
+            if service is None:
                 raise RequestError("UNAVAILABLE", "the router is starting: try again in a second", retry_after=1.0)
             return await _guarded(getattr(service, name), name, request, context)
         except RequestError as error:

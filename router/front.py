@@ -6,6 +6,7 @@ way it came. Knows no message of either; checks nothing that validate.py could.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,6 +67,9 @@ class Front:
         except RequestError as error:
             trace.refused(error.code)
             raise
+        except asyncio.CancelledError:  # the client left while its prompt was tokenized
+            trace.refused("CANCELLED")
+            raise
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
@@ -76,8 +80,12 @@ class Front:
             self._counts.refused(error.code)
             raise
         except InvalidField:
-            self._counts.refused("INVALID_ARGUMENT")
+            self.unreadable()
             raise
+
+    def unreadable(self) -> None:
+        """Counts one that its door could not read: its bytes, its JSON or its types are no request."""
+        self._counts.refused("INVALID_ARGUMENT")
 
     async def _begin(self, checked: CheckedRequest, model: TextModel, deadline: float, trace: CallTrace) -> Generation:
         prompt = await self.encode(checked.source, model)

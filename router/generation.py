@@ -111,6 +111,8 @@ class Generation:
             await self._receive()
         if not self._enough(chunking.min_tokens):
             await self._receive_more(chunking)
+        if not self.begun:
+            self._keep_all()  # until choice 0 has brought the prompt's logprobs, nobody could read the others
         pieces = [(index, answer.take()) for index, answer in enumerate(self._answers) if self.begun and answer.pending]
         if self._error is not None and not pieces:
             raise self._error
@@ -207,11 +209,15 @@ class Generation:
         try:
             async with asyncio.timeout(chunking.max_delay):
                 while not self._enough(chunking.min_tokens):
-                    for index in range(self._submitted):  # it asked to wait: it does not lag, however small its window
-                        self.consumed(index)
+                    self._keep_all()  # it asked to wait: it does not lag, however small its window
                     await self._receive()
         except TimeoutError:
             pass  # what there is will do
+
+    def _keep_all(self) -> None:
+        """What is kept here for the client holds no choice back."""
+        for index in range(self._submitted):
+            self.consumed(index)
 
     async def _receive(self) -> None:
         """Everything that has arrived, into the answers."""

@@ -93,6 +93,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         finally:
             generation.close()
 
+    def unreadable(self) -> None:
+        """For the border: a request to generate whose bytes are none."""
+        self._front.unreadable()
+
     async def _begin(self, request: gpb.GenerateRequest, context: grpc.aio.ServicerContext) -> Generation:
         """Whoever gets the generation closes it."""
         with self._front.refusals():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from google.protobuf.message import Message as Protobuf
@@ -74,6 +74,7 @@ class OutputOptions:
     return_token_ids: bool = False
     keep_special_tokens: bool = False
     echo_prompt: bool = False
+    prompt_only: bool = False  # an echo with max_tokens 0: the answer is the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,7 @@ def check_generate(pb: gpb.GenerateRequest, model: TextModel) -> CheckedRequest:
 def check_asked(asked: Asked, model: TextModel) -> CheckedRequest:
     """Every rule of a request, for every door. Raises InvalidField, or RequestError for another model's name."""
     check_model(asked.model, model)
+    asked = _prompt_alone(asked)
     checked = CheckedRequest(
         request_id=_check_length("request_id", asked.request_id, MAX_ID_LENGTH),
         source=_check_source(asked.source, model),
@@ -144,6 +146,14 @@ def check_asked(asked: Asked, model: TextModel) -> CheckedRequest:
     )
     _check_resume(checked)
     return checked
+
+
+def _prompt_alone(asked: Asked) -> Asked:
+    """An echo may ask for 0 tokens. A worker computes a prompt for the token behind it: one is made, and not shown."""
+    params = asked.params
+    if not asked.output.echo_prompt or params.get("max_tokens") != 0 or params.get("min_tokens"):
+        return asked
+    return replace(asked, params={**params, "max_tokens": 1}, output=replace(asked.output, prompt_only=True))
 
 
 def check_tokenize(pb: gpb.TokenizeRequest, model: TextModel) -> TextPrompt | ChatPrompt:

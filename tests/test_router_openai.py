@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import httpx
 import openai
+import psutil
 import pytest
 from cluster import Cluster
 from kill_workers import all_idle
@@ -26,6 +27,7 @@ from engine.messages import Failed, PrefillStart, Reason
 from engine.types import SamplingParams
 from protos import generation_pb2 as gpb
 from protos import generation_pb2_grpc
+from router import patience
 from router.admission import RouterConfig
 from router.openai.app import build_app
 from router.openai.border import MAX_BODY_BYTES
@@ -421,6 +423,47 @@ async def test_what_a_field_says_wrong_is_counted_as_a_refusal_at_either_door(di
         assert front.counts.registry.get_sample_value("pagewire_requests_refused_total", labels) == 3
 
 
+async def test_what_cannot_be_read_is_counted_as_a_refusal_at_either_door(directory: Path) -> None:
+    async with running_front(directory, says("abc")) as front, door(front) as http:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            assert (await http.post(path, json={"prompt": {"x": 1}, "messages": 7})).status_code == 400
+            assert (await http.post(path, content=b'{"prompt": ')).status_code == 400
+            assert (await http.post(path, content=b"x" * (MAX_BODY_BYTES + 1))).status_code == 413
+        assert (await http.post("/tokenize", json={"prompt": 7})).status_code == 400, "it would generate nothing"
+        assert (await http.get("/v1/completions")).status_code == 405, "it asks for nothing"
+        for method, count in (("Generate", 1), ("Tokenize", 0)):
+            before = refusals(front)
+            call = front.channel.unary_unary(f"/pagewire.v1.GenerationService/{method}")
+            with pytest.raises(grpc.aio.AioRpcError, match="is no "):
+                await call(b"\xff\xff")
+            assert refusals(front) == before + count
+        assert refusals(front) == 7
+
+
+def refusals(front: Front) -> float:
+    labels = {"role": "router", "code": "invalid_argument"}
+    return front.counts.registry.get_sample_value("pagewire_requests_refused_total", labels) or 0.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_of_no_tokens_is_the_prompt_alone(directory: Path, stream: bool) -> None:
+    async with running_front(directory, says("abc")) as front, door(front) as http:
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        asked = {"prompt": "hello w", "echo": True, "max_tokens": 0, "logprobs": 0, "n": 2, "stream": stream, **options}
+        answer = await http.post("/v1/completions", json=asked)
+        told = events(answer.text) if stream else [answer.json()]
+        choices = [choice for each in told for choice in each["choices"]]
+        assert [choice["text"] for choice in choices] == ["hello w"] * 2
+        assert [choice["finish_reason"] for choice in choices] == ["length"] * 2
+        tokens = front.encode("hello w")
+        assert told[-1]["usage"]["prompt_tokens"] == len(tokens) and told[-1]["usage"]["completion_tokens"] == 0
+        lists = choices[0]["logprobs"]
+        assert "".join(lists["tokens"]) == "hello w" and len(lists["token_logprobs"]) == len(tokens)
+        for wrong in ({"echo": False}, {"echo": True, "min_tokens": 1}):
+            refused = await http.post("/v1/completions", json={**asked, **wrong})
+            assert refused.status_code == 400 and "tokens" in error_of(refused)["param"]
+
+
 async def test_text_that_may_become_a_stop_string_is_held_back_and_logprobs_are_not_lost(directory: Path) -> None:
     async with running_front(directory, says("abcabd")) as front, door(front) as http:
         asked = {"prompt": "x", "max_tokens": 40, "stop": "abd", "stream": True, "return_token_ids": True}
@@ -481,6 +524,30 @@ async def test_a_client_that_reads_nothing_loses_its_request_and_slows_nobody(di
         await until(lambda: front.driver.dispatcher.idle, 10.0)
         assert front.driver.dispatcher.ended == {"OK": 1, "RESOURCE_EXHAUSTED": 1}
         lazy.close()
+
+
+async def test_the_connection_of_a_client_that_reads_nothing_is_cut_without_a_traceback(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(patience, "MOST_WRITE_S", 0.4)
+    async with running_front(directory, says("abc"), step_seconds=0.001) as front, door(front, buffer=8192) as http:
+        lazy = socket.socket()
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        lazy.connect(("127.0.0.1", http.base_url.port))
+        body = json.dumps({"prompt": "x", "max_tokens": 500, "stream": True, "logprobs": 0}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: {'n' * 128}\r\nContent-Length: {len(body)}"
+        lazy.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
+        await until(lambda: bool(front.workers.prompts))
+        await until(lambda: front.driver.dispatcher.idle, 10.0)
+        peer = lazy.getsockname()
+        held = psutil.Process().net_connections("tcp")
+        assert not [each for each in held if each.raddr == peer], "nothing is kept for it"
+        lazy.close()
+        told = caplog.text + "".join(capsys.readouterr())
+        assert "Traceback" not in told and "ASGI" not in told and "read nothing for 0.4 s" in told
 
 
 async def test_without_workers_it_is_not_healthy(directory: Path) -> None:

@@ -23,6 +23,7 @@ from protos import generation_pb2_grpc
 from router.admission import RouterConfig
 from router.front import Deadlines
 from router.workers import Role
+from wire.tracing import Incoming, Off
 
 ENCODED = make_tokenizer()
 Script = Callable[[Sequence[int], SamplingParams, int], int]
@@ -216,6 +217,28 @@ async def test_a_chunk_may_be_larger_than_its_window_and_take_longer_than_a_slow
         assert sum(sizes) == 64 and len(sizes) <= 3, sizes
 
 
+async def test_choices_that_wait_for_the_logprobs_of_the_prompt_are_not_slow(directory: Path) -> None:
+    """Choice 0 brings them; the other one has read its window long before, and its client cannot have."""
+    config = RouterConfig(credit_window=8, slow_client=0.3)
+    async with running_front(directory, says("abc"), config=config) as front:
+        tell, loop = front.workers._command, asyncio.get_running_loop()
+
+        def late(driver: Any, action: Any) -> None:
+            computes = isinstance(action.command, PrefillStart) and action.command.params.prompt_logprobs is not None
+            loop.call_later(1.0 if computes else 0.0, tell, driver, action)
+
+        front.workers._command = late  # type: ignore[method-assign]
+        asked = request(
+            sampling=gpb.SamplingParams(n=2),
+            stopping=gpb.StoppingParams(max_tokens=32),
+            output=gpb.OutputOptions(return_token_ids=True, prompt_logprobs=0),
+        )
+        events = await collect(front, asked)
+        assert len(events[0].started.prompt_logprobs) > 0
+        for index in range(2):
+            assert sum(len(each.delta.token_ids) for each in events if each.delta.index == index) == 32
+
+
 class DeafContext:
     """A client that never takes the second message."""
 
@@ -306,6 +329,44 @@ async def test_a_client_that_leaves_frees_the_workers_at_once(directory: Path, h
         await until(lambda: front.driver.dispatcher.idle, 0.5)
         await until(lambda: bool(front.workers.cancelled), 0.5)
         await asyncio.gather(reading, return_exceptions=True)
+
+
+class Noted(Off):
+    """Keeps how each span ended."""
+
+    on = True
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+    def begin(self, name: str, incoming: Incoming, attributes: Any) -> Any:
+        noted = self
+
+        class Open:
+            traceparent = ""
+
+            def end(self, attributes: Any, error: str = "") -> None:
+                noted.errors.append(error)
+
+        return Open()
+
+
+async def test_a_client_that_leaves_before_its_prompt_is_tokens_leaves_a_span(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_front(directory, says("abc")) as front:
+        begun, noted = asyncio.Event(), Noted()
+
+        async def never(text: str, add_special_tokens: bool) -> Any:
+            begun.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(front.core, "_tracing", noted)
+        monkeypatch.setattr(front.model, "encode_text", never)
+        call = stub(front).Generate(request())
+        await begun.wait()
+        call.cancel()
+        await until(lambda: noted.errors == ["CANCELLED"])
 
 
 async def test_a_storm_of_clients_that_leave_leaves_nothing_behind(directory: Path) -> None:

@@ -24,18 +24,20 @@ from wire.security import Security
 
 FLUSH_S = 2  # how long answers may take to send their last bytes
 KEEP_ALIVE_S = 60  # longer than clients keep an idle connection, so that none is closed under a new request
+ABORT = "pagewire.abort"  # in a scope's extensions: ends the connection, whatever its peer has not read
 MAX_HEAD_BYTES = 64 * 2**10  # a request's first line and headers, from the second time that some of them came
 OPEN_PATHS = frozenset({"/health", "/ping"})
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's would keep a head of any size, from whoever can connect."""
+    """uvicorn's would keep a head of any size, from whoever can connect, and what its peer never reads, for ever."""
 
     _head: int | None = None  # bytes of the head that is being read
 
     def on_message_begin(self) -> None:
         self._head = 0
         super().on_message_begin()
+        self.scope["extensions"] = {ABORT: {"abort": self.transport.abort}}
 
     def on_headers_complete(self) -> None:
         self._head = None

@@ -31,17 +31,19 @@ from router.validate import check_model, invalid
 from wire.tracing import Incoming
 
 JSON, EVENTS = "application/json", "text/event-stream"
+GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
+UNREAD_STATUS = frozenset({400, 413})
 
 
 def build_app(front: Front, ready: Callable[[], bool], registry: CollectorRegistry, key: str | None) -> FastAPI:
     """`key` is what clients must show; None asks for nothing."""
     app = FastAPI(title="Pagewire", version=metadata.version("pagewire"), docs_url=None, redoc_url=None)
     app.add_middleware(Border, key=key)
+    routes = Routes(front, ready, registry)
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(InvalidField, _invalid)
-    app.add_exception_handler(RequestValidationError, _bad_body)
-    app.add_exception_handler(HTTPException, _http_error)
-    routes = Routes(front, ready, registry)
+    app.add_exception_handler(RequestValidationError, routes.bad_body)
+    app.add_exception_handler(HTTPException, routes.http_error)
     for method, path, route, *content in (
         ("POST", "/v1/chat/completions", routes.chat, JSON, EVENTS),
         ("POST", "/v1/completions", routes.completions, JSON, EVENTS),
@@ -105,6 +107,20 @@ class Routes:
         if body.stream:
             return Stream(self._front, model, asked, shape, request_id, _incoming(request), **_usage_of(body))
         return Reply(self._front, model, asked, shape, request_id, _incoming(request))
+
+    async def bad_body(self, request: Request, error: Exception) -> Response:
+        """What the types of a body refuse."""
+        assert isinstance(error, RequestValidationError), "it is registered for these"
+        if request.url.path in GENERATING:
+            self._front.unreadable()
+        return error_response(bad_body(error.errors()))
+
+    async def http_error(self, request: Request, error: Exception) -> Response:
+        """What the framework refuses: an unknown path, a wrong method, a body that is too large or cannot be read."""
+        assert isinstance(error, HTTPException), "it is registered for these"
+        if request.url.path in GENERATING and error.status_code in UNREAD_STATUS:
+            self._front.unreadable()
+        return _http_error(request, error)
 
     # ---- text -----------------------------------------------------------------------------------------------
 
@@ -185,14 +201,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
     return error_response(invalid(error))
 
 
-async def _bad_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError), "it is registered for these"
-    return error_response(bad_body(error.errors()))
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """What the framework refuses: an unknown path, a wrong method, a body that is too large or cannot be read."""
-    assert isinstance(error, HTTPException), "it is registered for these"
+def _http_error(request: Request, error: HTTPException) -> Response:
     place = f"{request.method} {request.url.path[:200]}"
     sentence = {
         400: "the body is not JSON that can be read: it nests too deep, or has a number that is too long",

@@ -22,11 +22,15 @@ from router.front import Front
 from router.generation import AT_ONCE, Generation, joined
 from router.openai.errors import encoded, error_body
 from router.openai.shapes import Shape, stage_times, usage
-from router.patience import Patience
+from router.patience import Patience, TooSlow
 from router.status import RequestError
 from router.text.model import TextModel
 from router.validate import CheckedRequest
+from wire.http import ABORT
+from wire.logs import get_logger
 from wire.tracing import Incoming
+
+log = get_logger("openai")
 
 DONE = b"data: [DONE]\n\n"
 
@@ -66,6 +70,10 @@ class Reply(Response):
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 work.result()
+        except TooSlow as error:
+            log.info("slow_consumer", error=str(error))
+            scope["extensions"][ABORT]["abort"]()
+            await gone
         finally:
             work.cancel()
             gone.cancel()
