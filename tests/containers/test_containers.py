@@ -19,6 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = "pagewire-containers-test"
 BASE = "pagewire-containers-test-base"
 IMAGE = f"{PROJECT}:cpu"
+MONITOR = f"{PROJECT}:prometheus"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 QUESTION = "What is the capital of France?"
 REQUESTS = 200
@@ -36,15 +38,14 @@ READY_S = 300.0
 TOKENS_OF_A_LONG_ANSWER = 48
 GRACE_S = 120  # more than the default: these containers share a machine with whatever else it does
 
-SCRAPE = """
-import socket, urllib.request
-token = open("/run/pagewire/token").read().strip()
-for name, port in (("router", 8000), ("prefill", 8061), ("decode", 8071)):
-    for *_, address in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM):
-        request = urllib.request.Request(f"http://{address[0]}:{port}/metrics")
-        request.add_header("Authorization", f"Bearer {token}")
-        assert b"pagewire_" in urllib.request.urlopen(request).read()
-        print(name)
+# In place of the published image: Debian's Prometheus, which starts and is told where its files are as that one.
+PROMETHEUS = f"""
+FROM {BASE}
+RUN apt-get update && apt-get install --yes --no-install-recommends prometheus && install -d -o nobody /prometheus
+USER nobody
+WORKDIR /prometheus
+ENTRYPOINT ["prometheus"]
+CMD ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"]
 """
 
 # No timeout of pytest's, which would end the process and leave the engine: each command has its own, `make` has one
@@ -58,10 +59,11 @@ class Compose:
     def __init__(self, docker: Docker, folder: Path) -> None:
         self.docker = docker
         self._folder = folder
-        self.grpc_port, self.http_port = _free_ports()
+        grpc_port, self.http_port, self.prometheus_port = _free_ports(3)
         self._also = {
-            "PAGEWIRE_PORT": str(self.grpc_port),
+            "PAGEWIRE_PORT": str(grpc_port),
             "PAGEWIRE_HTTP_PORT": str(self.http_port),
+            "PAGEWIRE_PROMETHEUS_PORT": str(self.prometheus_port),
             "PAGEWIRE_IMAGE": PROJECT,
             "PAGEWIRE_KV_MEMORY": "512MiB",
             "PAGEWIRE_WORKERS_ON_HOST": "4",
@@ -100,6 +102,15 @@ class Compose:
     def state(self, container: str) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(self.docker("inspect", "--format", "{{json .State}}", container))
         return state
+
+    def scraped(self, health: str) -> list[str]:
+        """The job of each target that Prometheus finds so; while that starts, none."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.prometheus_port}/api/v1/targets", timeout=5) as answer:
+                targets = json.load(answer)["data"]["activeTargets"]
+        except OSError:
+            return []
+        return [each["labels"]["job"] for each in targets if each["health"] == health]
 
     def ask(self, **fields: Any) -> dict[str, Any]:
         """One OpenAI request through the published port."""
@@ -141,7 +152,7 @@ def compose(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     try:
         _base_image(docker, folder)
         _clone(folder)
-        _give_time(folder)
+        _override(folder)
         began = time.monotonic()
         _build(docker, folder)
         built = time.monotonic()
@@ -153,7 +164,7 @@ def compose(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         left = docker("ps", "--all", "--quiet", "--filter", f"label=com.docker.compose.project={PROJECT}")
         left += docker("volume", "ls", "--quiet", "--filter", f"label=com.docker.compose.project={PROJECT}")
         if not docker.ends_with_tests:
-            docker("rmi", "--force", IMAGE, BASE)
+            docker("rmi", "--force", IMAGE, MONITOR, BASE)
     assert not left, "compose down leaves nothing"
 
 
@@ -191,10 +202,14 @@ def test_the_published_port_answers_whoever_has_the_token(compose: Compose) -> N
     assert "0.0.0.0:" not in published and ":::" not in published, "only this machine reaches it"
 
 
-def test_prometheus_would_find_every_container_by_its_name_and_read_it_with_the_token(compose: Compose) -> None:
-    """What deploy/prometheus.yml says, done by hand from a container."""
-    found = compose("exec", "-T", "router", "python", "-c", SCRAPE).split()
-    assert found == ["router", "prefill", "prefill", "decode", "decode"]
+def test_prometheus_finds_every_container_by_its_name_and_reads_it_with_the_token(compose: Compose) -> None:
+    """The profile `monitoring` with deploy/prometheus.yml; Grafana's image is not to be had without a registry."""
+    wanted = ["pagewire-decode"] * 2 + ["pagewire-prefill"] * 2 + ["pagewire-router"]
+    compose("--profile", "monitoring", "up", "--detach", "--no-build", "prometheus")
+    try:
+        wait_until(lambda: sorted(compose.scraped("up")) == wanted, 60, lambda: compose.scraped("down"))
+    finally:
+        compose("--profile", "monitoring", "rm", "--stop", "--force", "prometheus")
 
 
 def test_no_request_fails_when_a_decode_container_is_killed(compose: Compose) -> None:
@@ -284,11 +299,12 @@ def _running(compose: Compose, role: str) -> int:
     return sum(map(int, rows))
 
 
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as first, socket.socket() as second:
-        for each in (first, second):
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
             each.bind(("127.0.0.1", 0))
-        return first.getsockname()[1], second.getsockname()[1]
+        return [each.getsockname()[1] for each in sockets]
 
 
 def _base_image(docker: Docker, folder: Path) -> None:
@@ -317,11 +333,11 @@ def _clone(folder: Path) -> None:
         shutil.copy(ROOT / name, folder / name)
 
 
-def _give_time(folder: Path) -> None:
+def _override(folder: Path) -> None:
     """Compose reads this file beside the other one."""
     longer = {"environment": {"PAGEWIRE_GRACE": str(GRACE_S)}}
-    override = {"services": {"router": longer, "prefill": longer, "decode": longer}}
-    (folder / "docker-compose.override.yml").write_text(json.dumps(override))
+    services = {"router": longer, "prefill": longer, "decode": longer, "prometheus": {"image": MONITOR}}
+    (folder / "docker-compose.override.yml").write_text(json.dumps({"services": services}))
 
 
 def _build(docker: Docker, folder: Path) -> None:
@@ -331,8 +347,11 @@ def _build(docker: Docker, folder: Path) -> None:
     if _wheel_of_torch(folder / "wheels"):
         arguments["TORCH_INDEX"] = ""
     given = [part for name, value in arguments.items() for part in ("--build-arg", f"{name}={value}")]
-    command = ["build", "--network", "host", "--tag", IMAGE, *given, str(folder)]
-    docker(*command, timeout=900)
+    build = ["build", "--network", "host"]
+    docker(*build, "--tag", IMAGE, *given, str(folder), timeout=900)
+    (folder / "monitor").mkdir()
+    (folder / "monitor" / "Dockerfile").write_text(PROMETHEUS)
+    docker(*build, "--tag", MONITOR, str(folder / "monitor"), timeout=300)
 
 
 def _wheel_of_torch(folder: Path) -> bool:
