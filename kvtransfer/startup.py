@@ -102,7 +102,7 @@ def _with_torch(options: WorkerOptions, source: ModelSource, model: ModelConfig,
         return _on_cpu(options, source, model, phases, card)
     from kvtransfer.startup_cuda import on_cuda
 
-    runner, config, layout, where = on_cuda(options, source, model, _longest(options, model), card, phases)
+    runner, config, layout, where = on_cuda(options, source, model, longest_request(options, model), card, phases)
     return Engine(runner, config, layout, f"{where}, {_room(config)}", ahead=runner)
 
 
@@ -188,14 +188,14 @@ def engine_config(options: WorkerOptions, model: ModelConfig, layout: KvLayout) 
         num_blocks=blocks,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        max_model_len=_longest(options, model),
+        max_model_len=longest_request(options, model),
         dtype=layout.dtype,
         row_tile=options.row_tile,
         threads=options.threads,
     )
 
 
-def _longest(options: WorkerOptions, model: ModelConfig) -> int:
+def longest_request(options: WorkerOptions, model: ModelConfig) -> int:
     longest = model.max_position_embeddings
     if options.max_model_len is not None and options.max_model_len > longest:
         raise CannotStart(f"--max-model-len is {options.max_model_len} and the model takes at most {longest}")

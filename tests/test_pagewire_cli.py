@@ -14,13 +14,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from cluster import Cluster, make_topology
+from emulated_gpu import EmulatedGpu
 
 from pagewire.cli import doctor, plan
 from pagewire.cli.deployment import Topology
+from pagewire.cli.failure import CommandFailed
 from pagewire.cli.processes import child_environment
 
 PAGEWIRE = (sys.executable, "-m", "pagewire")
@@ -133,6 +136,50 @@ def test_a_dry_run_plans_for_the_cpu_where_the_workers_could_not_use_the_card(
     shown = capsys.readouterr().out
     assert re.search("float32 on the CPU: torch .* (finds no CUDA GPU|is built without CUDA)\n", shown), shown
     assert "KV pool   16.00 MiB" in shown or "KV pool   16.0 MiB" in shown, shown
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A usable one of 1 GiB, all of it free."""
+    monkeypatch.setattr(plan, "cuda_cards", lambda: [("a card", (9, 0), 2**30)])
+    for name, value in (
+        ("is_available", True),
+        ("get_device_capability", (9, 0)),
+        ("mem_get_info", (2**30, 2**30)),
+        ("memory_reserved", 0),
+    ):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda value=value: value)
+    monkeypatch.setattr("kvtransfer.startup_cuda.Gpu", EmulatedGpu)
+
+
+def test_a_dry_run_plans_for_a_card_that_can_be_used(
+    card: None, model_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = {"--device": (None, "left to the process")}
+    asyncio.run(plan.dry_run(make_topology(cache_dir=model_cache, kv_memory=None), sources, False))
+    shown = capsys.readouterr().out
+    assert "memory of each worker, bfloat16 on a CUDA card\n" in shown
+    assert "KV pool   what the weights and a step leave, in blocks of" in shown and "card      1.00 GiB" in shown
+    asyncio.run(plan.dry_run(make_topology(cache_dir=model_cache, kv_memory="64MiB"), sources, False))
+    shown = capsys.readouterr().out
+    assert re.search(r"KV pool   64.0 MiB = 4,096 blocks x 16 = 65,536 tokens\n", shown), shown
+    assert "of 1.00 GiB" in shown, "the card's memory, not the machine's"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"kv_memory": "1GiB"}, "weights take .* bytes in bfloat16 and --kv-memory 1073741824, .* GPU's 1073741824"),
+        ({"kv_memory": "1KiB"}, "--kv-memory is 1024 bytes; 2 KV blocks, the least, take"),
+        ({"max_model_len": 2**20}, "--max-model-len is 1048576 and the model takes at most"),
+        ({"gpu_memory_utilization": 0.001}, "this worker may use 536870 of the GPU's 1073741824"),
+    ],
+)
+def test_a_dry_run_for_a_card_refuses_what_its_workers_would_refuse(
+    card: None, model_cache: Path, flags: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(CommandFailed, match=sentence):
+        asyncio.run(plan.dry_run(make_topology(cache_dir=model_cache, **flags), {}, False))
 
 
 def test_each_process_can_be_started_through_the_one_command() -> None:

@@ -24,6 +24,7 @@ from pagewire.cli.processes import child_environment
 
 if TYPE_CHECKING:
     from engine.config import ModelConfig
+    from engine.messages import KvLayout
     from wire.options import WorkerOptions
 
 
@@ -93,7 +94,7 @@ def memory_plan(topology: Topology, folder: Path) -> Memory:
     """What each worker that decodes would take. Raises CommandFailed, with the worker's own sentence."""
     from engine.config import ModelConfig, ModelError
     from engine.messages import KvLayout
-    from kvtransfer.startup import BYTES, engine_config
+    from kvtransfer.startup import BYTES, engine_config, longest_request
     from pagewire.cli.deployment import worker_flags
     from wire.flags import BadOption
     from wire.options import parse
@@ -108,7 +109,8 @@ def memory_plan(topology: Topology, folder: Path) -> Memory:
         block = model.kv_block_values(options.block_size) * BYTES[dtype]
         shape = (model.num_layers, model.num_kv_heads, model.head_dim, block)
         layout = KvLayout(b"", dtype, options.block_size, *shape, "")
-        config = engine_config(options, model, layout) if card is None or options.kv_memory else None
+        longest = longest_request(options, model)
+        blocks = engine_config(options, model, layout).num_blocks if card is None else _on_card(options, model, layout)
     except (BadOption, CannotStart, ModelError) as error:
         raise CommandFailed(str(error)) from None
     return Memory(
@@ -118,10 +120,10 @@ def memory_plan(topology: Topology, folder: Path) -> Memory:
         parameters=model.num_parameters,
         weights=model.num_parameters * BYTES[dtype],
         block=block,
-        kv_pool=config.num_blocks * block if config else None,
-        blocks=config.num_blocks if config else None,
+        kv_pool=None if blocks is None else blocks * block,
+        blocks=blocks,
         block_size=options.block_size,
-        max_model_len=options.max_model_len or model.max_position_embeddings,
+        max_model_len=longest,
         workers=len(list(topology.workers())),
         total=card or psutil.virtual_memory().total,
     )
@@ -138,6 +140,30 @@ def _card(options: WorkerOptions, model: ModelConfig) -> tuple[int | None, str]:
     if isinstance(card, str) or isinstance(cards, str):
         return None, str(card)
     return cards[0][2], ""
+
+
+def _on_card(options: WorkerOptions, model: ModelConfig, layout: KvLayout) -> int | None:
+    """The KV blocks that --kv-memory asks for; None: what a step leaves, which only a worker can measure.
+
+    Raises CannotStart.
+    """
+    import torch
+
+    from kvtransfer.gpu_memory import Step, check_weights, pool_blocks
+    from kvtransfer.startup import BYTES
+    from wire.worker import CannotStart
+
+    check_weights(options, model, layout.dtype)
+    if options.kv_memory is None:
+        return None
+    weights = model.num_parameters * BYTES[layout.dtype]
+    free, total = torch.cuda.mem_get_info()
+    if weights + options.kv_memory > free:
+        raise CannotStart(
+            f"the weights take {weights} bytes in {layout.dtype} and --kv-memory {options.kv_memory}, "
+            f"and of the GPU's {total} bytes {free} are free: --kv-memory must be less than {free - weights}"
+        )
+    return pool_blocks(options, layout, Step(1, 0))
 
 
 def size(count: int) -> str:
