@@ -39,6 +39,7 @@ from pagewire.cli.flags import (
     TlsKey,
     TokenFile,
     TopP,
+    read_security,
 )
 
 # One line per paragraph: typer wraps them to the terminal.
@@ -170,7 +171,7 @@ def generate(
     text = _standard_input() if prompt in (None, "-") else prompt
     sampling = _sampling(max_tokens, temperature, top_p, seed)
     with _sentences():
-        security = _security(token_file, tls_cert, tls_key, tls_ca)
+        security = read_security(token_file, tls_cert, tls_key, tls_ca)
         run_generate(address, security, text, sampling, raw=raw, stats=stats)
 
 
@@ -192,7 +193,7 @@ def chat(
     from pagewire.cli.ask import chat as run_chat
 
     with _sentences():
-        security = _security(token_file, tls_cert, tls_key, tls_ca)
+        security = read_security(token_file, tls_cert, tls_key, tls_ca)
         run_chat(address, security, system, _sampling(max_tokens, temperature, top_p, seed))
 
 
@@ -209,7 +210,7 @@ def ps(
     """List the workers that the router knows, with their KV blocks."""
     from pagewire.cli.status import ps as run_ps
 
-    _run(run_ps(address, _security(token_file, tls_cert, tls_key, tls_ca), as_json=json))
+    _run(run_ps(address, read_security(token_file, tls_cert, tls_key, tls_ca), as_json=json))
 
 
 @app.command(context_settings=ENVIRONMENT)
@@ -228,7 +229,7 @@ def health(
     """Exit with status 0 if the server is ready, else 1: for container and service managers."""
     from pagewire.cli.status import health as run_health
 
-    _run(run_health(address, _security(token_file, tls_cert, tls_key, tls_ca), service, timeout))
+    _run(run_health(address, read_security(token_file, tls_cert, tls_key, tls_ca), service, timeout))
 
 
 PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
@@ -292,7 +293,7 @@ def doctor(
     """Look at this machine and at the deployment, and say what is wrong and how it is mended."""
     from pagewire.cli.doctor import doctor as run_doctor
 
-    _run(run_doctor(address, _security(token_file, tls_cert, tls_key, tls_ca), cache_dir, as_json=json))
+    _run(run_doctor(address, read_security(token_file, tls_cert, tls_key, tls_ca), cache_dir, as_json=json))
 
 
 @app.command()
@@ -315,15 +316,6 @@ def _sources(context: typer.Context) -> dict[str, tuple[object, str]]:
             default = "default" if value is not None else "left to the process"
             found[f"--{name.replace('_', '-')}"] = (shown, named.get(source.name, default))
     return found
-
-
-def _security(token_file: Path | None, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None) -> Any:
-    from wire.flags import BadOption, SecurityFlags
-
-    try:
-        return SecurityFlags(token_file, tls_cert, tls_key, tls_ca).read()
-    except BadOption as error:
-        raise CommandFailed(str(error), exit_code=2) from None
 
 
 def _sampling(max_tokens: int | None, temperature: float, top_p: float, seed: int | None) -> Any:

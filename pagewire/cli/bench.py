@@ -12,7 +12,18 @@ from typing import Annotated
 import typer
 
 from pagewire.cli import bench_flags as flags
-from pagewire.cli.flags import DEFAULT_ADDRESS, ENVIRONMENT, Address, ApiKey, Config, TlsCa, TlsCert, TlsKey, TokenFile
+from pagewire.cli.flags import (
+    DEFAULT_ADDRESS,
+    ENVIRONMENT,
+    Address,
+    ApiKey,
+    Config,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    read_security,
+)
 
 bench = typer.Typer(
     no_args_is_help=True,
@@ -64,7 +75,7 @@ def serve(
     config: Config = None,
 ) -> None:
     """Put load on a running server and print what `vllm bench serve` prints. Exits with 1 if any request failed."""
-    from pagewire.cli.bench_serve import Output, refusals, security
+    from pagewire.cli.bench_serve import Output, refusals
     from pagewire.cli.bench_serve import serve as run_serve
 
     with refusals():
@@ -77,7 +88,7 @@ def serve(
         )  # fmt: skip
         settings = given.Settings(
             protocol=protocol, address=address, base_url=base_url, endpoint=endpoint, api_key=api_key,
-            security=security(token_file, tls_cert, tls_key, tls_ca), model=model, lengths=lengths,
+            security=read_security(token_file, tls_cert, tls_key, tls_ca), model=model, lengths=lengths,
             num_prompts=num_prompts, num_warmups=num_warmups, seed=seed, request_rate=request_rate,
             burstiness=burstiness, max_concurrency=max_concurrency,
             ignore_eos=dataset_name != "sharegpt" if ignore_eos is None else ignore_eos, temperature=temperature,

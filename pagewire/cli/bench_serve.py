@@ -14,7 +14,6 @@ from pagewire.cli.failure import CommandFailed
 
 if TYPE_CHECKING:
     from benchmarks.serve.settings import Settings
-    from wire.security import Security
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +39,6 @@ def refusals() -> Iterator[None]:
         raise CommandFailed(str(error), exit_code=2 if error.usage else 1) from None
     except PagewireError as error:
         raise CommandFailed(str(error)) from None
-
-
-def security(token_file: Path | None, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None) -> Security:
-    from wire.flags import BadOption, SecurityFlags
-
-    try:
-        return SecurityFlags(token_file, tls_cert, tls_key, tls_ca).read()
-    except BadOption as error:
-        raise CommandFailed(str(error), exit_code=2) from None
 
 
 def serve(settings: Settings, output: Output) -> None:

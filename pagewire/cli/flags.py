@@ -1,4 +1,4 @@
-"""The types of the flags that several commands share, with their help. Knows no command and imports nothing of ours.
+"""The types of the flags that several commands share, with their help. Knows no command and loads nothing of ours.
 
 A flag that is not given is looked up in PAGEWIRE_*, by ENVIRONMENT, then in the file of --config: for all of them, as
 the processes do it (wire.flags). A shell that is set up once needs none of the security flags.
@@ -7,9 +7,12 @@ the processes do it (wire.flags). A shell that is set up once needs none of the 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from wire.security import Security
 
 ENVIRONMENT = {"auto_envvar_prefix": "PAGEWIRE"}  # a command's context: --kv-memory is PAGEWIRE_KV_MEMORY
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -107,3 +110,16 @@ Insecure = Annotated[
         rich_help_panel=SECURITY,
     ),
 ]
+
+
+def read_security(
+    token_file: Path | None, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None
+) -> Security:
+    """What a command that connects may show, from the files that its flags name. Raises CommandFailed."""
+    from pagewire.cli.failure import CommandFailed
+    from wire.flags import BadOption, SecurityFlags
+
+    try:
+        return SecurityFlags(token_file, tls_cert, tls_key, tls_ca).read()
+    except BadOption as error:
+        raise CommandFailed(str(error), exit_code=2) from None
