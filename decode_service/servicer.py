@@ -59,7 +59,9 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         def driven(core: Decoder) -> Driver:
             return Driver(core, engine.runner.step, self._device, engine.ahead, observer=self.observer)
 
-        return f"{engine.description}, {self.begin(engine, node, pool, engine.spare, driven, say)}"
+        transports = self.begin(engine, node, pool, engine.spare, driven, say)
+        await transports.prove()
+        return f"{engine.description}, {transports}"
 
     def begin(
         self,

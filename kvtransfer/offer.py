@@ -33,6 +33,18 @@ class Transports:
         """For hello: names alone. What they need to connect goes to each puller, when it pairs."""
         return [TransportOffer(kind) for kind in self.kinds]
 
+    async def prove(self) -> None:
+        """Starts what a path needs that the user insists on: else its fault would show when the first pair meets.
+        Raises CannotStart."""
+        if "grpc" in self.kinds:
+            return
+        chosen: list[Export | Import] = [*self.exports, *self.imports]
+        for each in chosen:
+            try:
+                await each.prepare()
+            except NoPath as refusal:
+                raise _cannot(each.kind, refusal) from refusal
+
     def __str__(self) -> str:
         return "KV by " + " or ".join(self.kinds)
 
@@ -74,9 +86,13 @@ def _kinds(transport: str, made: Sequence[Export | Import]) -> list[str]:
 
 def _note(transport: str, kind: str, reason: str, missing: dict[str, str]) -> None:
     if transport == kind:
-        raise CannotStart(f"--transport {kind} cannot be had here: {reason}")
+        raise _cannot(kind, reason)
     if reason:
         missing[kind] = reason
+
+
+def _cannot(kind: str, reason: object) -> CannotStart:
+    return CannotStart(f"--transport {kind} cannot be had here: {reason}")
 
 
 def _export(kind: str, engine: Engine, node: Node) -> Export:

@@ -61,6 +61,9 @@ class Export(Protocol):
     def start(self) -> None:
         """Once, on the loop, before anybody pairs."""
 
+    async def prepare(self) -> float:
+        """What starts once per process. Returns the seconds it took. Raises NoPath."""
+
     async def offer(self) -> bytes:
         """What a puller needs to connect, besides the incarnation; may be empty. Asked for by pullers that want this
         path. Raises NoPath."""

@@ -140,6 +140,8 @@ class PullClients:
     async def _find(self, pull: int, stream: _Stream, address: str, message: PullOpen) -> PullOpen | None:
         """The message with the path to this owner; None if there is no path, or nobody waits for one any more."""
         try:
+            if message.transport == "local":  # a stage that lends its blocks would have kept this pull to itself
+                raise NoPath("its ticket names this worker, which lends no blocks")
             route = await self._peers.reach(Node("", message.owner_incarnation, address))
         except NoPath as refusal:
             log.warning("pull_without_path", pull=pull, owner=address, reason=str(refusal))

@@ -60,7 +60,9 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
         def driven(core: Prefiller) -> Driver:
             return Driver(core, engine.runner.step, self._device, engine.ahead, observer=self.observer)
 
-        return f"{engine.description}, {self.begin(engine, node, pool, probe, driven)}"
+        transports = self.begin(engine, node, pool, probe, driven)
+        await transports.prove()
+        return f"{engine.description}, {transports}"
 
     def begin(
         self,

@@ -71,7 +71,9 @@ class SharedServicer:
             return shared.prefills(core, prompts, device, ahead, self._prefill.observer)
 
         transports = self._decode.begin(engine, node, pool, spare, decodes, say, beside=LOCAL)
-        self._prefill.begin(engine, node, pool, probe, prefills, promises=shared.decoder, beside=LOCAL)
+        owner = self._prefill.begin(engine, node, pool, probe, prefills, promises=shared.decoder, beside=LOCAL)
+        for each in (transports, owner):
+            await each.prove()
         self._driver = shared
         return f"{engine.description}, both stages over one pool, to other workers {transports}"
 

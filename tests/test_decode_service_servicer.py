@@ -40,7 +40,9 @@ from engine.messages import (
 from engine.models.llama import Llama
 from engine.runner import ModelRunner
 from engine.types import FinishReason, SamplingParams
+from kvtransfer.paths import NoPath
 from kvtransfer.startup import Assemble, Engine, Say
+from kvtransfer.transports import nixl
 from pagewire.local_engine import LocalEngine
 from prefill_service.config import ROLE as PREFILL
 from prefill_service.servicer import PrefillServicer
@@ -51,6 +53,7 @@ from wire.options import Role, WorkerOptions, parse
 from wire.ports import bind
 from wire.security import Security
 from wire.session import Outbound, SessionOver, attach
+from wire.worker import CannotStart
 
 BLOCKS = 32
 
@@ -183,6 +186,42 @@ async def test_a_request_goes_from_prompt_to_last_token_over_both_services() -> 
         await until(lambda: it.finish(1) is not None)
         assert it.tokens(1) == fake_tokens(prompt, 20)
         assert it.finish(1) is FinishReason.LENGTH
+
+
+async def test_a_ticket_that_names_the_decode_worker_itself_is_refused_by_name_and_no_other_request_hurt() -> None:
+    prompt = list(range(40))
+    async with cluster() as it:
+        await until(lambda: it.d.hello is not None)
+        assert it.d.hello is not None
+        own = Ticket(9, it.d.hello.node, len(prompt), 3, 60.0)
+        params = SamplingParams(temperature=0, seed=1, max_tokens=5)
+        it.d.outbound.put(DecodeStart(RequestKey(7, 1, 1), own, prompt, 0, params, 30.0, 0.0, 1000))
+        await until(lambda: bool(it.d.of(Failed, 7)))
+        (failed,) = it.d.of(Failed, 7)
+        assert failed.reason is Reason.COPY_FAILED and failed.resumable
+        assert failed.facts["cause"] == "its ticket names this worker, which lends no blocks"
+        params = it.start(1, prompt, max_tokens=5)
+        await it.place(1, prompt, params)
+        await until(lambda: it.finish(1) is not None)
+        assert it.tokens(1) == fake_tokens(prompt, 5)
+
+
+@pytest.mark.parametrize("kind", [PREFILL, DECODE])
+async def test_a_worker_whose_only_path_is_broken_does_not_start_and_says_why(
+    kind: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> Any:
+        raise NoPath("it cannot be loaded: libucp.so.0: no such file")
+
+    monkeypatch.setattr(nixl, "available", lambda: None)
+    monkeypatch.setattr(nixl, "_load", broken)
+    options = parse(kind, ["--model", "fake", "--transport", "nixl"], {})
+    stage = PrefillServicer(options, fake_engine) if kind is PREFILL else DecodeServicer(options, fake_engine)
+    try:
+        with pytest.raises(CannotStart, match=r"--transport nixl cannot be had here: .* libucp.so.0"):
+            await stage.load("127.0.0.1:1", lambda line: None)
+    finally:
+        await stage.close()
 
 
 async def test_many_requests_share_the_workers() -> None:

@@ -12,7 +12,9 @@ from engine.fake_runner import FakeRunner
 from engine.messages import Node
 from engine.shared_memory import SharedMemory
 from kvtransfer.offer import owner_transports, puller_transports
+from kvtransfer.paths import NoPath
 from kvtransfer.startup import Engine
+from kvtransfer.transports import nixl
 from wire.worker import CannotStart
 
 NODE = Node("prefill-0", 77, "127.0.0.1:1")
@@ -50,6 +52,31 @@ def test_a_way_that_the_user_insists_on_and_that_is_not_installed_ends_the_worke
         make("nixl", engine(), NODE)
     said = "--transport nixl cannot be had here: it is not installed; pip install 'pagewire[nixl]'"
     assert str(caught.value) == said
+
+
+@pytest.fixture
+def broken_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Any:
+        raise NoPath("it cannot be loaded: libucp.so.0: no such file")
+
+    monkeypatch.setattr(nixl, "available", lambda: None)
+    monkeypatch.setattr(nixl, "_load", broken)
+
+
+@pytest.mark.parametrize("make", [owner_transports, puller_transports])
+async def test_a_way_that_the_user_insists_on_and_that_does_not_start_ends_the_worker(
+    make: Any, broken_nixl: None
+) -> None:
+    with pytest.raises(CannotStart) as caught:
+        await make("nixl", engine(), NODE).prove()
+    assert str(caught.value) == "--transport nixl cannot be had here: it cannot be loaded: libucp.so.0: no such file"
+
+
+@pytest.mark.parametrize("make", [owner_transports, puller_transports])
+async def test_a_way_that_nobody_insists_on_is_not_started_before_a_pair_needs_it(make: Any, broken_nixl: None) -> None:
+    made = make("auto", engine(), NODE)
+    await made.prove()
+    assert list(made.kinds) == ["memfd", "nixl", "grpc"]
 
 
 @pytest.mark.parametrize("make", [owner_transports, puller_transports])

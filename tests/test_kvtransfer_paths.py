@@ -362,6 +362,21 @@ async def test_a_ticket_that_is_gone_is_refused_and_the_owner_s_others_are_untou
         assert pair.peers.paths()[0].failures == {"stale_ticket": 3}
 
 
+async def test_a_pull_from_the_puller_s_own_process_fails_by_name_whoever_answers_as_it(
+    free_port: int,
+) -> None:
+    """Only a process with both stages lends blocks to itself, and there such a pull does not reach the network."""
+    async with pair_of(free_port, "memfd") as pair:
+        ticket = pair.owner.accept(KEY, 8, 0.0)
+        pull = pair.start(ticket, transport="local")
+        await until(lambda: pull in pair.puller.drained)
+        assert pair.puller.causes[pull] == "its ticket names this worker, which lends no blocks"
+        assert pair.puller.inbox.failed == {Reason.COPY_FAILED: 1}
+        again = pair.start(ticket, RequestKey(5, 1, 2))
+        pair.compute(ticket)
+        await until(lambda: again in pair.puller.ready)
+
+
 @ONE_SIDED
 async def test_a_block_beyond_the_owner_s_pool_fails_its_own_pull_alone(kind: str, free_port: int) -> None:
     async with pair_of(free_port, kind) as pair:

@@ -113,6 +113,12 @@ class AgentOnDemand:
         self.agent = await asyncio.shield(self._starting)
         return self.agent
 
+    async def prepare(self) -> float:
+        """The seconds that it takes from here on. Raises NoPath."""
+        began = time.monotonic()
+        await self.get()
+        return time.monotonic() - began
+
     async def close(self) -> None:
         if self._starting is not None:
             with contextlib.suppress(NoPath):
@@ -166,7 +172,10 @@ class NixlExport:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        pass  # the first puller that asks starts the agent
+        pass  # the first puller that asks starts the agent, unless `prepare` has
+
+    async def prepare(self) -> float:
+        return await self._agent.prepare()
 
     async def offer(self) -> bytes:
         agent = await self._agent.get()
@@ -313,9 +322,7 @@ class NixlImport:
         self._layout = layout_digest
 
     async def prepare(self) -> float:
-        began = time.monotonic()
-        await self._agent.get()
-        return time.monotonic() - began
+        return await self._agent.prepare()
 
     async def connect(self, owner: Node, offer: bytes) -> NixlSource:
         return await asyncio.to_thread(self._connect, await self._agent.get(), owner, offer)

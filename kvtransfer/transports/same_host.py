@@ -56,6 +56,9 @@ class Door:
         listener.listen(MAX_PEERS)
         self._accepting = asyncio.create_task(self._accept(listener))
 
+    async def prepare(self) -> float:
+        return 0.0
+
     async def offer(self) -> bytes:
         return b""  # the incarnation names the socket
 
