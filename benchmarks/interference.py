@@ -49,7 +49,7 @@ from prefill_service.prefiller import Prefiller
 from shared_service.config import ROLE
 from shared_service.driver import SharedDriver
 from shared_service.pace import INTERVAL, TURN, Chunks, Pace
-from shared_service.servicer import LEAST_CHUNK, runner_beside, warm_up
+from shared_service.servicer import LEAST_CHUNK, MOST_CHUNK, runner_beside, warm_up
 from wire import logs
 from wire.observer import Observer
 from wire.session import Outbound
@@ -200,13 +200,14 @@ class Bench:
             driver.decodes(decoder, self.rows, self.device, self.rows, observers[0], self.rows.card_times)
             driver.prefills(prefiller, self.prompts, self.beside, self.prompts, observers[1])
         else:
-            driver = SharedDriver(Chunks(LEAST_CHUNK, most, share), Pace(0.0))
+            driver = SharedDriver(Chunks(LEAST_CHUNK, min(most, MOST_CHUNK), share), Pace(0.0))
             driver.decodes(decoder, self.rows, self.device, None, observers[0])
             driver.prefills(prefiller, self.prompts, self.device, None, observers[1])
         return driver
 
     async def phase(self, share: float, long_prompts: bool) -> dict[str, Any]:
         options, driver = self.options, self.driver(share)
+        prompts = [self.ids(options.long) for _ in range(options.seconds)]
         running = asyncio.create_task(driver.run())
         feeder = Feeder(driver)
         steady = [feeder.start(self.ids(options.prompt), options.tokens) for _ in range(options.sequences)]
@@ -214,7 +215,6 @@ class Bench:
             await asyncio.sleep(0.02)
             if running.done():
                 running.result()
-        prompts = [self.ids(options.long) for _ in range(options.seconds)]
         if self.on_card:
             self.rows.card_times.clear()
         began = time.perf_counter()

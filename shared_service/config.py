@@ -13,6 +13,6 @@ ROLE = Role(
     port=50061,
     http_port=8061,
     max_num_seqs=64,  # sequences that run at a time, and prompts beside them
-    max_num_batched_tokens=1024,  # prompt tokens per step while nobody decodes
+    max_num_batched_tokens=2048,  # prompt tokens per step: more would take longer to let a decode step in
     also=("pagewire.v1.PrefillService",),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 TURN = 1.75  # decode steps that a chunk may take: a gap with one in it is 2.75 steps long
-INTERVAL = 2.5  # from one decode step's launch to the next one's, in steps that run alone, while a prompt is computed
+INTERVAL = 2.7  # from one decode step's launch to the next one's, in steps that run alone, while a prompt is computed
 _WEIGHT = 0.2  # of the newest decode step in their moving average
 
 
@@ -40,11 +40,13 @@ class Chunks:
 
 
 class Pace:
-    """When the next decode step may be launched. Where a step takes longer than `interval` beside a prompt, at once."""
+    """When the next decode step may be launched. At once, where one beside a prompt takes longer than `interval`: what
+    is launched before the last one is read follows it without a break."""
 
     def __init__(self, interval: float = INTERVAL) -> None:
         self.interval = interval
         self.step_seconds = 0.0  # of a step that ran alone
+        self._beside_seconds = 0.0  # of the last one beside a prompt
         self._launched_at = -math.inf
 
     def launched(self, now: float) -> None:
@@ -55,11 +57,14 @@ class Pace:
             self.step_seconds = _average(self.step_seconds, seconds)
         else:  # alone it would not have taken longer: there are fewer rows now, if prompts never cease
             self.step_seconds = min(self.step_seconds, seconds)
+            self._beside_seconds = seconds
 
     def hold(self, now: float, computing: bool) -> float:
         """Seconds to wait; `computing`: a prompt is."""
-        due = self._launched_at + self.interval * self.step_seconds
-        return max(0.0, due - now) if computing else 0.0
+        interval = self.interval * self.step_seconds
+        if not computing or self._beside_seconds >= interval:
+            return 0.0
+        return max(0.0, self._launched_at + interval - now)
 
 
 def _average(before: float, newest: float) -> float:

@@ -31,7 +31,7 @@ from wire.options import WorkerOptions
 if TYPE_CHECKING:
     from engine.cuda_runner import CudaRunner
 
-LEAST_CHUNK = 64  # tokens, on the CPU
+LEAST_CHUNK, MOST_CHUNK = 64, 1024  # tokens, on the CPU, where whoever comes meanwhile waits for a chunk's end
 LOCAL = (TransportOffer("local"),)
 
 
@@ -56,7 +56,8 @@ class SharedServicer:
         engine, prompts, probe, spare = await self._device.run(self._built, say)
         rows, most = engine.ahead, engine.config.max_num_batched_tokens
         if rows is None:
-            shared, ahead, device = SharedDriver(Chunks(LEAST_CHUNK, most), Pace(0.0)), None, self._device
+            chunks = Chunks(LEAST_CHUNK, min(most, MOST_CHUNK))
+            shared, ahead, device = SharedDriver(chunks, Pace(0.0)), None, self._device
         else:
             shared, ahead, device = SharedDriver(Chunks(most, most), Pace()), prompts, self._beside
             await device.run(warm_up, prompts)
@@ -114,12 +115,15 @@ def runner_beside(rows: CudaRunner) -> CudaRunner:
 
 
 def warm_up(prompts: CudaRunner) -> None:
-    """A whole chunk, and the second half of one, before anybody waits for them: libraries prepare for a shape when they
-    first meet it, each thread for itself. Writes into blocks from 0 on."""
+    """A whole chunk and the second half of one, before anybody waits for them, then of half the size, and so on:
+    libraries load and prepare what a size needs when they first meet it, some of it for one thread alone, and steps
+    that run then stand still. Writes into blocks from 0 on."""
     config = prompts.config
     size = min(config.max_num_batched_tokens, config.max_model_len, config.num_blocks * config.block_size)
     blocks = list(range(-(-size // config.block_size)))
-    for start in (0, size // 2):
-        ids = [0] * (size - start)
-        sample = SampleInput(SamplingParams(temperature=0, seed=0, max_tokens=1), 0, ids, [])
-        prompts.step(Batch(rows=[Row(0, ids, start, blocks, sample)]))
+    while size > config.block_size:
+        for start in (0, size // 2):
+            ids = [0] * (size - start)
+            sample = SampleInput(SamplingParams(temperature=0, seed=0, max_tokens=1), 0, ids, [])
+            prompts.step(Batch(rows=[Row(0, ids, start, blocks, sample)]))
+        size //= 2

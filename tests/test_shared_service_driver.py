@@ -292,7 +292,17 @@ def test_only_steps_alone_say_how_long_a_step_takes_but_a_faster_one_says_that_t
     pace.decoded(0.016, alone=False)
     assert pace.hold(0.0, computing=True) == 0
     pace.decoded(0.008, alone=True)
-    pace.decoded(0.016, alone=False)
+    pace.decoded(0.015, alone=False)
     assert pace.hold(0.0, computing=True) == pytest.approx(0.016)
     pace.decoded(0.005, alone=False)
     assert pace.hold(0.0, computing=True) == pytest.approx(0.010)
+
+
+def test_steps_that_take_longer_than_the_interval_beside_a_prompt_follow_each_other_without_a_break() -> None:
+    pace = Pace(interval=2.0)
+    pace.launched(0.0)
+    pace.decoded(0.008, alone=True)
+    pace.decoded(0.017, alone=False)
+    assert pace.hold(0.0, computing=True) == 0
+    pace.decoded(0.015, alone=False)
+    assert pace.hold(0.0, computing=True) == pytest.approx(0.016)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from engine.types import SamplingParams
 from kvtransfer.startup import Engine, Say
 from pagewire.local_engine import LocalEngine
 from shared_service.config import ROLE
-from shared_service.servicer import SharedServicer
+from shared_service.servicer import SharedServicer, warm_up
 from wire.options import WorkerOptions, parse
 
 BLOCKS, SPARE = 40, 4
@@ -69,7 +71,15 @@ class Tokens(Feeder):
         super()._on_event(event)
 
 
-async def test_rows_and_chunks_take_turns_on_a_card_and_every_token_is_right() -> None:
+def test_a_card_is_prepared_for_few_sizes_of_chunks_none_larger_than_it_will_meet() -> None:
+    sizes: list[int] = []
+    runner = SimpleNamespace(config=replace(CONFIG, max_num_batched_tokens=512))
+    runner.step = lambda batch: sizes.append(batch.num_tokens)
+    warm_up(runner)
+    assert sizes == [256, 128, 128, 64, 64, 32, 32, 16], "a request has at most 256 tokens"
+
+
+async def test_rows_and_chunks_run_side_by_side_on_a_card_and_every_token_is_right() -> None:
     servicer = SharedServicer(parse(ROLE, ["--model", "random:tiny", "--name", "shared"], {}), emulated)
     described = await servicer.load("127.0.0.1:1", lambda line: None)
     assert "both stages over one pool" in described and "cuda_ipc" in described
