@@ -105,7 +105,7 @@ class LLM:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, show: bool
     ) -> list[RequestOutput]:
         params = self.get_default_sampling_params() if params is None else params
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise PagewireError(
                 "INVALID_ARGUMENT",

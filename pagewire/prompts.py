@@ -5,7 +5,7 @@ Blocking and pure. Reuses the router's tokenizer, template and checks; what a us
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.types import InvalidField, SamplingParams
@@ -21,11 +21,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 def listed(prompts: PromptLike | Sequence[PromptLike]) -> Sequence[PromptLike]:
     """One prompt becomes a list of one. Integers alone are the token ids of one prompt."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         return [prompts]
-    if prompts and all(isinstance(each, int) for each in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
+    each: list[Any] = list(prompts)
+    return [each] if each and all(isinstance(one, int) for one in each) else each
 
 
 def read_prompt(prompt: PromptLike, text: TextModel) -> Prompt:
@@ -47,8 +46,13 @@ def read_chat(messages: Messages, text: TextModel, arguments: Mapping[str, Any])
         raise wrong(error) from error
 
 
-def check_params(params: SamplingParams, text: TextModel) -> SamplingParams:
+def check_params(params: Any, text: TextModel) -> SamplingParams:
     """What only a model's vocabulary can tell."""
+    if not isinstance(params, SamplingParams):
+        kind = type(params).__name__
+        raise PagewireError(
+            "INVALID_ARGUMENT", f"sampling_params must be SamplingParams, got a {kind}", "sampling_params"
+        )
     try:
         check_token_ids("stop_token_ids", params.stop_token_ids, text.vocab_size)
         check_token_ids("logit_bias", tuple(params.logit_bias), text.vocab_size)

@@ -64,6 +64,7 @@ class Leg:
     key: RequestKey
     placed_at: float
     state: LegState = LegState.STARTED
+    running_since: float | None = None  # decode: when token 0 was echoed
 
 
 class Flow:
@@ -188,7 +189,7 @@ class Flow:
         if event.finish_reason is not None:
             return actions + self._end(now, event.finish_reason, stop_token_id=event.stop_token_id)
         if role is Role.DECODE:
-            self._echoed(leg)
+            self._echoed(leg, now)
         return actions
 
     def next_token(self, address: str, key: RequestKey, token: Token, now: float) -> Emit | None:
@@ -210,7 +211,7 @@ class Flow:
         if token.index < len(self.log):
             self.ignored["Row"] += 1
             return []
-        self._echoed(leg)
+        self._echoed(leg, now)
         return [self._accept(token, (), now)]
 
     def finished(self, address: str, finish: Finish, now: float) -> list[FlowAction]:
@@ -307,7 +308,12 @@ class Flow:
         return self._end(now, FinishReason.CANCELLED, code="CANCELLED", sentence="the client cancelled the request")
 
     def stop(self, now: float) -> list[FlowAction]:
-        """The front saw a stop string: what would come after it is not wanted."""
+        """The front saw a stop string: what would come after it is not wanted. The worker that is cancelled says no
+        times, so they are those that were seen from here."""
+        leg = self.legs.get(Role.DECODE)
+        if leg is not None and leg.running_since is not None:
+            seen = StageTimes(0.0, now - leg.running_since, leg.running_since - leg.placed_at)
+            self._decode_times = _add(self._decode_times, seen)
         return self._end(now, FinishReason.STOP)
 
     def tick(self, now: float) -> list[FlowAction]:
@@ -338,9 +344,11 @@ class Flow:
             return None
         return leg
 
-    def _echoed(self, leg: Leg) -> None:
+    def _echoed(self, leg: Leg, now: float) -> None:
         """The slot runs, so everything was pulled and the prefill worker has freed: nothing is owed to it."""
         leg.state = LegState.RUNNING
+        if leg.running_since is None:
+            leg.running_since = now
         self.legs.pop(Role.PREFILL, None)
         self.ticket = None
 

@@ -235,6 +235,10 @@ def test_an_argument_that_asks_for_nothing_unbuilt_is_fine() -> None:
         ("hello", SamplingParams(max_tokens=10**6), "5 prompt tokens and max_tokens 1000000 are more than"),
         ("hello", SamplingParams(stop_token_ids=[10**6]), "stop_token_ids has the token id"),
         (["hello", "x"], [GREEDY], "there are 2 prompts and 1 sampling_params"),
+        (5, GREEDY, "a prompt must be a text or token ids"),
+        (None, GREEDY, "a prompt must be a text or token ids"),
+        ("hello", {"max_tokens": 4}, "sampling_params must be SamplingParams, got a dict"),
+        ("hello", 4, "sampling_params must be SamplingParams, got a int"),
     ],
 )
 def test_a_wrong_request_is_one_sentence_and_the_engine_goes_on(

@@ -296,6 +296,7 @@ def test_a_stop_string_ends_the_request_and_cancels_the_slot():
     world.do(world.core.stop(number, 1.0))
     assert world.ends[0].outcome.finish_reason is FinishReason.STOP and world.ends[0].outcome.code == "OK"
     assert [address for address, _ in world.cancels()] == [world.last(DecodeStart).address]
+    assert world.ends[0].outcome.times.decode == 1.0, "its worker says nothing of it any more"
 
 
 def test_a_worker_that_breaks_ends_the_request_with_an_error_id():

@@ -201,7 +201,18 @@ async def test_a_stream_that_is_left_gives_its_blocks_back(client: openai.OpenAI
     assert cluster.tracebacks("router") == []
 
 
+def test_a_whole_answer_says_how_long_it_is_and_what_a_stop_string_took(raw: httpx.Client) -> None:
+    asked = {"prompt": "abc", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
+    text = raw.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+    answer = raw.post("/v1/completions", json={**asked, "stop": text[len(text) // 2 :][:3]})
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    told = answer.json()
+    assert told["choices"][0]["finish_reason"] == "stop"
+    assert told["pagewire"]["decode_ms"] > 0 and told["pagewire"]["kv_transfer_ms"] > 0
+
+
 def test_models_name_what_is_served(client: openai.OpenAI, raw: httpx.Client) -> None:
+    assert raw.get("/v1/models/").json() == raw.get("/v1/models").json()
     (card,) = client.models.list().data
     assert card.id == MODEL and card.object == "model"
     assert client.models.retrieve(MODEL) == card
@@ -341,6 +352,9 @@ def test_metrics_count_what_was_served(raw: httpx.Client, cluster: Cluster) -> N
 
 def test_health_and_version(raw: httpx.Client) -> None:
     assert [(raw.get(path).status_code, raw.get(path).content) for path in ("/health", "/ping")] == [(200, b"")] * 2
+    for path in ("/health", "/v1/models", "/metrics"):
+        asked = raw.head(path)
+        assert asked.status_code == 200 and asked.content == b"", "a probe may ask without wanting a body"
     assert raw.get("/version").json()["version"]
 
 

@@ -19,8 +19,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from router_front import make_model_dir, make_tokenizer, running_front
 from test_router_openai import door, events
 
-from engine.types import SamplingParams
+from engine.types import Candidate, SamplingParams, TokenLogprob
+from router.answer import Piece
 from router.openai import schema
+from router.openai.shapes import CompletionShape
+from router.text.tokenizer import Tokenizer
 
 ENCODED = make_tokenizer()
 OURS = {"pagewire"}
@@ -107,6 +110,18 @@ async def test_models_and_refusals_are_of_the_documented_shape(directory: Path) 
             assert set(differences(shapes.Model, card)) <= {"Model.root", "Model.parent", "Model.max_model_len"}
         error = (await http.post("/v1/completions", json={"prompt": "x", "n": 0})).json()["error"]
         assert differences(shapes.shared.ErrorObject, error) == []
+
+
+def test_the_chosen_token_stands_behind_the_best_where_it_is_none_of_them() -> None:
+    tokenizer = Tokenizer(make_tokenizer())
+    a, b, c = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abc")
+    shape = CompletionShape(tokenizer, logprobs=True, token_ids=False, echo=False, prompt_logprobs=False)
+    told = [
+        TokenLogprob(a, -3.0, 3, (Candidate(b, -0.5), Candidate(c, -1.0))),
+        TokenLogprob(b, -0.5, 1, (Candidate(b, -0.5), Candidate(c, -1.0))),
+    ]
+    choice = shape.choice(0, Piece("ab", [a, b], told))
+    assert choice["logprobs"]["top_logprobs"] == [{"b": -0.5, "c": -1.0, "a": -3.0}, {"b": -0.5, "c": -1.0}]
 
 
 # ---- logprobs of the prompt ---------------------------------------------------------------------------------------

@@ -59,6 +59,8 @@ def build_app(front: Front, ready: Callable[[], bool], registry: CollectorRegist
         ("GET", "/metrics", routes.metrics, "text/plain"),
     ):
         app.add_api_route(path, route, methods=[method], **_documented(content))
+        if method == "GET":  # probes ask so; the server sends no body then
+            app.add_api_route(path, route, methods=["HEAD"], response_model=None, include_in_schema=False)
     return app
 
 
@@ -141,6 +143,8 @@ class Routes:
         return _json({"object": "list", "data": [self._card(name, model) for name in model.names]})
 
     async def model(self, name: str) -> Response:
+        if not name:  # /v1/models/
+            return await self.models()
         model = self._front.model()
         check_model(name, model)
         return _json(self._card(name, model))

@@ -33,6 +33,7 @@ from wire.tracing import Incoming
 log = get_logger("openai")
 
 DONE = b"data: [DONE]\n\n"
+EVENT_STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 Pieces = Sequence[tuple[int, Piece]]
 
@@ -110,14 +111,9 @@ class Reply(Response):
             answer |= self._shape.of_prompt(self._generations[0])
         answer["usage"] = usage(self._generations)
         answer["pagewire"] = stage_times(self._generations)
-        await self._start(send, "application/json")
-        await patience.during(_send(send, encoded(answer), more=False))
-
-    async def _start(self, send: Send, content_type: str) -> None:
-        headers = [(b"content-type", content_type.encode())]
-        if content_type.startswith("text/"):
-            headers.append((b"cache-control", b"no-cache"))
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        body = encoded(answer)
+        await _start(send, (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()))
+        await patience.during(_send(send, body, more=False))
 
     def _whole(self, number: int, first: Piece) -> Piece:
         """A choice's first piece, or all of it, with the logprobs of the prompt that it echoes."""
@@ -182,7 +178,7 @@ class Stream(Reply):
                     if data := b"".join(self._event(number, index, piece) for index, piece in pieces):
                         if not started:
                             started = True
-                            await self._start(send, "text/event-stream; charset=utf-8")
+                            await _start(send, *EVENT_STREAM)
                         await patience.during(_send(send, data))
                     for index, _ in pieces:
                         self._generations[number].consumed(index)
@@ -224,6 +220,10 @@ class Stream(Reply):
 
 def _event(value: dict[str, Any]) -> bytes:
     return b"data: " + encoded(value) + b"\n\n"
+
+
+async def _start(send: Send, *headers: tuple[bytes, bytes]) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [*headers]})
 
 
 async def _send(send: Send, body: bytes, more: bool = True) -> None:

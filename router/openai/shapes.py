@@ -125,13 +125,20 @@ class CompletionShape:
         for text in texts:
             offsets.append(self._offsets.get(index, 0))
             self._offsets[index] = offsets[-1] + len(text)
-        top = [{self._text(each.token_id): each.logprob for each in token.top} or None for token in logprobs]
+        top = [self._top(token) for token in logprobs]
         return {
             "tokens": texts,
             "token_logprobs": [each.logprob for each in logprobs],
             "top_logprobs": top if any(top) else None,
             "text_offset": offsets,
         }
+
+    def _top(self, token: TokenLogprob) -> dict[str, float | None] | None:
+        """The best, and behind them the token itself where it is none of them."""
+        if not token.top:
+            return None
+        best: dict[str, float | None] = {self._text(each.token_id): each.logprob for each in token.top}
+        return best | {self._text(token.token_id): token.logprob}
 
     def _text(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], keep_special_tokens=True)
