@@ -72,7 +72,7 @@ class Router:
         security = self._settings.security
         shown = metrics.shown(self._counts.registry, self._settings.metrics_compat, self._model.name)
         app = build_app(self._front, self._ready, shown, self._settings.api_key or security.token)
-        add_page(app, self._front, self._dispatcher, self._ready)
+        add_page(app, self._front, self._dispatcher, self._ready, lambda: self._sessions.absent)
         work = [self._driver.run(), self._serve(), self._watch(stop), metrics.report(self._standing.reading, self._say)]
         work.append(serve(app, self._http, security))
         tasks = [asyncio.create_task(each) for each in work]

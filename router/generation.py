@@ -256,7 +256,8 @@ class Generation:
 
     def _count(self, index: int, tokens: int) -> None:
         now = time.monotonic()
-        last = self._last_at.get(index)
+        if (last := self._last_at.get(index)) is None:
+            self._counts.first_token(now - self._submitted_at)
         self._counts.emitted(tokens, None if last is None else now - last)
         self._last_at[index] = now
 

@@ -69,6 +69,10 @@ class Counts:
     def refused(self, code: str) -> None:
         self._refused(code.lower()).inc()
 
+    def first_token(self, seconds: float) -> None:
+        """Of a choice, when it comes and not when the choice ends: what is slow now is seen now."""
+        self._first.observe(seconds)
+
     def emitted(self, tokens: int, since_last: float | None) -> None:
         """Tokens that arrived together, so many seconds after those before them; None for an answer's first."""
         self.generation_tokens += tokens
@@ -94,10 +98,8 @@ class Counts:
         self._whole.observe(seconds)
         for stage, histogram in self._stages.items():
             histogram.observe(getattr(outcome.times, stage))
-        if (first := outcome.times.first_token) is not None:
-            self._first.observe(first)
-            if outcome.completion_tokens > 1:
-                self._per_token.observe(max(0.0, seconds - first) / (outcome.completion_tokens - 1))
+        if (first := outcome.times.first_token) is not None and outcome.completion_tokens > 1:
+            self._per_token.observe(max(0.0, seconds - first) / (outcome.completion_tokens - 1))
 
     def left(self, choices: int) -> None:
         """Choices that were still running when their client left, or when another choice of the call failed."""

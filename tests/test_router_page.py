@@ -59,12 +59,38 @@ def test_the_state_names_the_workers_of_the_cluster(web: httpx.Client, cluster: 
     assert state["requests"] == []
 
 
+def test_the_first_token_is_timed_when_it_comes_and_not_when_the_answer_ends(web: httpx.Client) -> None:
+    def counted() -> tuple[float, float]:
+        """First tokens, and choices that ended."""
+        lines = web.get("/metrics").text.splitlines()
+        names = ("pagewire_time_to_first_token_seconds_count", "pagewire_e2e_request_latency_seconds_count")
+        first, ended = (
+            sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)) for name in names
+        )
+        return first, ended
+
+    first, ended = counted()
+    body = {"prompt": "abc", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with web.stream("POST", "/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+        assert counted() == (first + 1, ended)
+
+
+def test_a_worker_that_gets_no_work_is_shown_with_the_reason() -> None:
+    made = dispatcher()
+    made.on_event("d:1", Role.DECODE, WorkerLoad(refuses="has no path to p:1"), 0.0)
+    absent = {(Role.DECODE, "d:2"): "connection refused"}
+    shown = snapshot(made, absent, 0.0)
+    assert [each["state"] for each in shown["workers"]] == ["serving", "has no path to p:1"]
+    assert shown["absent"] == [{"role": "decode", "address": "d:2", "why": "connection refused"}]
+
+
 def test_each_block_is_in_one_state() -> None:
     made = dispatcher()
     load = WorkerLoad(free_blocks=HELLO.total_blocks - 5, leased_blocks=3, cached_blocks=2)
     made.on_event("p:1", Role.PREFILL, load, 0.0)
     made.on_event("d:1", Role.DECODE, load, 0.0)
-    prefill, decode = snapshot(made, 0.0)["workers"]
+    prefill, decode = snapshot(made, {}, 0.0)["workers"]
     # A ticket's blocks are held; what a decode worker has promised is not taken yet.
     assert prefill["blocks"] == {"in use": 2, "leased": 3, "cached": 2, "free": HELLO.total_blocks - 7}
     assert decode["blocks"] == {"in use": 5, "leased": 3, "cached": 2, "free": HELLO.total_blocks - 10}
@@ -73,7 +99,7 @@ def test_each_block_is_in_one_state() -> None:
 def test_a_request_is_shown_in_the_stage_that_it_is_in() -> None:
     made = dispatcher()
     number, _ = made.submit(RouterRequest((1, 2, 3), PARAMS, 60.0), 1.0)
-    (shown,) = snapshot(made, 1.5)["requests"]
+    (shown,) = snapshot(made, {}, 1.5)["requests"]
     assert (shown["stage"], shown["age"], shown["prompt_tokens"], shown["workers"]) == (
         "prefill",
         0.5,
@@ -82,7 +108,7 @@ def test_a_request_is_shown_in_the_stage_that_it_is_in() -> None:
     )
     ticket = Ticket(1, HELLO.node, 3, 1, 60.0)
     made.on_event("p:1", Role.PREFILL, PrefillAccepted(RequestKey(number, 1), ticket, 0), 2.0)
-    (shown,) = snapshot(made, 2.0)["requests"]
+    (shown,) = snapshot(made, {}, 2.0)["requests"]
     assert shown["workers"] == {"prefill": "p:1", "decode": "d:1"} and shown["tokens"] == 0
     json.dumps(shown)
 
@@ -91,6 +117,6 @@ def test_a_page_of_many_requests_stays_small() -> None:
     made = dispatcher()
     for at in range(MAX_REQUESTS + 5):
         made.submit(RouterRequest((1, 2, 3), PARAMS, 60.0), float(at))
-    shown = snapshot(made, 1000.0)
+    shown = snapshot(made, {}, 1000.0)
     assert shown["running"] + shown["waiting"] == MAX_REQUESTS + 5
     assert len(shown["requests"]) == MAX_REQUESTS and shown["requests"][0]["age"] == 1000.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import metadata
 from importlib.resources import files
@@ -15,6 +15,7 @@ from router.dispatch import Dispatcher
 from router.front import Front
 from router.page.state import snapshot
 from router.status import RequestError
+from router.workers import Role
 
 ASSETS = {"/": ("index.html", "text/html"), "/page/style.css": ("style.css", "text/css"),
           "/page/app.js": ("app.js", "text/javascript")}  # fmt: skip
@@ -25,7 +26,13 @@ HEADERS = {
 }
 
 
-def add_page(app: FastAPI, front: Front, dispatcher: Dispatcher, ready: Callable[[], bool]) -> None:
+def add_page(
+    app: FastAPI,
+    front: Front,
+    dispatcher: Dispatcher,
+    ready: Callable[[], bool],
+    absent: Callable[[], Mapping[tuple[Role, str], str]],
+) -> None:
     for path, (name, kind) in ASSETS.items():
         content = files("router.page").joinpath(name).read_bytes()
         app.add_api_route(path, partial(_asset, content, kind), methods=["GET"], include_in_schema=False)
@@ -36,7 +43,8 @@ def add_page(app: FastAPI, front: Front, dispatcher: Dispatcher, ready: Callable
         except RequestError:  # it is being prepared
             model = ""
         about = {"version": metadata.version("pagewire"), "ready": ready(), "model": model}
-        return JSONResponse(about | snapshot(dispatcher, time.monotonic()), headers={"Cache-Control": "no-store"})
+        now = snapshot(dispatcher, absent(), time.monotonic())
+        return JSONResponse(about | now, headers={"Cache-Control": "no-store"})
 
     app.add_api_route("/page/state", state, methods=["GET"], include_in_schema=False)
 

@@ -5,6 +5,7 @@ Reads what the Dispatcher has when somebody asks and keeps nothing. Shows no pro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from heapq import nsmallest
 from typing import Any
@@ -16,14 +17,15 @@ from router.workers import Role, Worker
 MAX_REQUESTS = 200  # the oldest are shown; the page says how many there are
 
 
-def snapshot(dispatcher: Dispatcher, now: float) -> dict[str, Any]:
-    """`now` is the dispatcher's clock. Times are seconds."""
+def snapshot(dispatcher: Dispatcher, absent: Mapping[tuple[Role, str], str], now: float) -> dict[str, Any]:
+    """`absent` are addresses without a session, and why. `now` is the dispatcher's clock. Times are seconds."""
     flows = nsmallest(MAX_REQUESTS, dispatcher.flows.values(), key=lambda flow: flow.submitted_at)
     workers = sorted(dispatcher.workers.all(), key=lambda worker: (worker.role is Role.DECODE, worker.address))
     return {
         "running": len(dispatcher.flows) - dispatcher.waiting,
         "waiting": dispatcher.waiting,
         "workers": [_worker(each) for each in workers],
+        "absent": [{"role": role.value, "address": address, "why": why} for (role, address), why in absent.items()],
         "requests": [_request(each, now) for each in flows],
     }
 
@@ -39,7 +41,7 @@ def _worker(worker: Worker) -> dict[str, Any]:
         "role": worker.role.value,
         "address": worker.address,
         "name": worker.hello.node.name,
-        "state": worker.mismatch or ("draining" if worker.draining else "serving"),
+        "state": worker.why_not or "serving",
         "running": load.running,
         "waiting": load.waiting,
         "max_running": worker.hello.max_num_seqs,
