@@ -21,7 +21,8 @@ from engine.messages import Node, TransportOffer, WorkerHello
 from kvtransfer.actions import MeetPeers
 from kvtransfer.driver import STUCK, Driver
 from kvtransfer.offer import Transports, puller_transports
-from kvtransfer.peers import GB, Peers
+from kvtransfer.paths import GB
+from kvtransfer.peers import Peers
 from kvtransfer.pulls import PullClients
 from kvtransfer.startup import Assemble, Engine, Say, assemble
 from protos import worker_pb2, worker_pb2_grpc

@@ -21,6 +21,7 @@ from engine.messages import KvLayout, Node
 BEST_FIRST = ("local", "cuda_ipc", "memfd", "nixl", "grpc")
 ONE_SIDED = frozenset({"cuda_ipc", "memfd", "nixl"})  # the puller copies, and asks the owner afterwards
 BETWEEN_PROCESSES = BEST_FIRST[1:]
+GB = 1e9  # bytes, in which rates are said
 
 
 class NoPath(Exception):

@@ -19,11 +19,9 @@ import grpc
 import grpc.aio
 
 from engine.messages import KvPath, Node, PairReply, PairRequest, TransportOffer
-from kvtransfer.actions import Action
 from kvtransfer.channels import Channels, Connect
-from kvtransfer.paths import BETWEEN_PROCESSES, Cache, Import, NoPath, Route, Source
-from kvtransfer.probe import MOST_BLOCKS, ProbePuller
-from kvtransfer.pulls import PullClients
+from kvtransfer.paths import BETWEEN_PROCESSES, GB, Cache, Import, NoPath, Route, Source
+from kvtransfer.prover import Prover
 from kvtransfer.ticket import mismatch
 from protos import worker_pb2_grpc
 from wire.codec import InvalidMessage, readable
@@ -34,12 +32,9 @@ from wire.tasks import cancel_all
 log = get_logger("peers")
 
 ASK_S = 10.0  # for one answer, for which a library of the owner's may have to start
-PAIR_S = 3.0  # for one probe
-FIRST_BYTES = 1 << 20  # of the first probe of a path, which also warms it
-PROBE_S = 0.03  # how long each of the others should take
+END_S = 3.0  # for the copies of a path that is given up, before the next one is tried
 RETRY_S = 10.0  # after which an owner without a usable path is asked again
 MAX_PEERS = 64  # owners that are kept; the one that was met first goes when another comes
-GB = 1e9
 
 T = TypeVar("T")
 
@@ -66,19 +61,17 @@ class Peers:
         self.channels = Channels(connect)
         self._node = node
         self._cache = cache
-        self._spare = spare
         self._imports = {each.kind: each for each in imports}
         self._missing = dict(missing or {})
         self._only = only
-        self._floor = floor
         self._say = say
         self._routes: dict[int, tuple[str, Route]] = {}  # incarnation -> address and route, the first met first
         self._pairing: dict[int, asyncio.Task[Route]] = {}  # by incarnation, as all of these
         self._meeting: dict[int, asyncio.Task[None]] = {}
         self._asking_again: dict[int, asyncio.Task[None]] = {}
-        self._closing: set[asyncio.Task[None]] = set()  # sources that no copy may use any more
-        self._probing = asyncio.Lock()  # the probe blocks are this process's only ones
-        self._trial: Route | None = None  # of whoever has the lock
+        self._prover = Prover(cache, spare, self.channels, floor)
+        self._sources: dict[Source, tuple[int, str]] = {}  # until they are closed: whose, and of what kind
+        self._closing: set[asyncio.Task[None]] = set()  # of those, the ones that no copy may use any more
         self.paired = 0
 
     def __len__(self) -> int:
@@ -143,10 +136,8 @@ class Peers:
 
     def abort(self) -> None:
         """The process ends: copies under way end soon."""
-        routes = [route for _, route in self._routes.values()] + ([self._trial] if self._trial else [])
-        for route in routes:
-            if route.source is not None:
-                route.source.abort()
+        for source in self._sources:
+            source.abort()
 
     async def close(self) -> None:
         """After the last pull has ended."""
@@ -156,6 +147,7 @@ class Peers:
         routes, self._routes = list(self._routes.values()), {}
         for _, route in routes:
             self._end(route)
+        await self._prover.close()
         if self._closing:
             await asyncio.wait(self._closing)
         for each in self._imports.values():
@@ -167,10 +159,24 @@ class Peers:
         if route.source is None or route.thread is None or route.ended:
             return None
         route.ended = True
-        closing = asyncio.create_task(_close(route.source, route.thread))
+        closing = asyncio.create_task(self._close(route.source, route.thread))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         return closing
+
+    async def _close(self, source: Source, thread: ThreadPoolExecutor) -> None:
+        closing = asyncio.wrap_future(thread.submit(source.close))
+        thread.shutdown(wait=False)
+        try:
+            await closing
+        finally:
+            del self._sources[source]
+
+    async def _ended(self, route: Route) -> None:
+        """Two sources of one owner would get into each other's way. One whose copy does not end is not waited for: its
+        path cannot be had until it has."""
+        if (closing := self._end(route)) is not None:
+            await asyncio.wait([closing], timeout=END_S)
 
     def _outdated(self, route: Route) -> bool:
         if not route.usable:
@@ -182,8 +188,8 @@ class Peers:
     async def _pair(self, owner: Node) -> Route:
         began = time.monotonic()
         before = self._routes.get(owner.incarnation)
-        if before is not None and (closing := self._end(before[1])) is not None:
-            await asyncio.shield(closing)  # two sources of one owner would get into each other's way
+        if before is not None:
+            await self._ended(before[1])
         try:
             route = await self._choose(owner)
         except _OwnerEnded:
@@ -207,6 +213,9 @@ class Peers:
             if kind != "grpc" and kind not in self._imports:
                 if kind in self._missing:
                     refused.append(f"{kind}: {self._missing[kind]}")
+                continue
+            if (owner.incarnation, kind) in self._sources.values():
+                refused.append(f"{kind}: an earlier copy does not end")
                 continue
             reply = await self._ask(owner, kind)
             started, answered_at = started + reply.start_seconds, time.monotonic()
@@ -251,61 +260,13 @@ class Peers:
             route.start_seconds = await self._imports[kind].prepare()
             route.source = await self._imports[kind].connect(owner, offer)
             route.thread = ThreadPoolExecutor(1, f"copies-{kind}")
+            self._sources[route.source] = (owner.incarnation, kind)
         try:
-            async with self._probing:
-                self._trial = route
-                try:
-                    await self._prove(owner, route, reply.probe_blocks)
-                finally:
-                    self._trial = None
-            if route.bytes_per_second < self._floor:
-                rate, floor = route.bytes_per_second / GB, self._floor / GB
-                raise NoPath(f"{rate:.2f} GB/s, and --min-transfer-gbps asks for {floor:g}")
+            await self._prover.prove(owner, route, reply.probe_blocks)
         except BaseException:
-            if (closing := self._end(route)) is not None:
-                await asyncio.shield(closing)
+            await self._ended(route)
             raise
         return route
-
-    async def _prove(self, owner: Node, route: Route, offered: int) -> None:
-        """Three transfers: the first proves, the second touches all that the third is then measured on, if it was not
-        the better one. A stream without probe blocks is taken on trust."""
-        if offered > MOST_BLOCKS:
-            raise NoPath(f"its owner names {offered} blocks for a probe, and {MOST_BLOCKS} are the most")
-        size, most = self._cache.layout.block_bytes, min(offered, len(self._spare))
-        if most < 1:
-            if route.source is None and not self._floor:
-                return
-            raise NoPath("there are no blocks to prove it with")
-        first = max(1, min(most, FIRST_BYTES // size))
-        seconds = await self._transfer(owner, route, offered, first)
-        count = max(first, min(most, int(PROBE_S / seconds * first)))
-        seconds = min([await self._transfer(owner, route, offered, count) for _ in range(2)])
-        route.bytes_per_second = count * size / seconds
-
-    async def _transfer(self, owner: Node, route: Route, offered: int, count: int) -> float:
-        probe = ProbePuller(self._cache.layout, self._spare)
-
-        def apply(actions: list[Action]) -> None:
-            for action in actions:
-                clients.carry(action)  # type: ignore[arg-type]  # a probe's actions are all for its stream
-
-        trial = Route(route.transport, route.source, thread=route.thread)
-        clients = PullClients(probe, self._cache, apply, _Given(trial), self.channels)
-        apply(probe.start(owner, offered, count, route.transport, time.monotonic()))
-        try:
-            give_up = time.monotonic() + PAIR_S
-            while not probe.over:
-                await asyncio.sleep(0.001)
-                apply(probe.tick(time.monotonic()))
-                if time.monotonic() > give_up:
-                    raise NoPath(f"its probe took more than {PAIR_S:g} s")
-        finally:
-            await clients.close()
-        if probe.seconds is None:
-            why = probe.failed.name.lower() if probe.failed else "the stream ended early"
-            raise NoPath(f"its probe failed: {next(iter(trial.failures), why)}")
-        return probe.seconds
 
     def _keep(self, owner: Node, route: Route) -> None:
         """Of two processes at one address the one that answered last has it. Raises NoPath if that is the other."""
@@ -353,23 +314,7 @@ class _OwnerEnded(NoPath):
     """Nobody will answer as this incarnation again."""
 
 
-class _Given:
-    """The path under trial is the only one."""
-
-    def __init__(self, route: Route) -> None:
-        self._route = route
-
-    async def reach(self, owner: Node) -> Route:
-        return self._route
-
-
 def _keep_task(tasks: dict[int, asyncio.Task[T]], incarnation: int, work: Coroutine[Any, Any, T]) -> None:
     """In `tasks` until it ends."""
     tasks[incarnation] = task = asyncio.create_task(work)
     task.add_done_callback(lambda _: tasks.pop(incarnation, None))
-
-
-async def _close(source: Source, thread: ThreadPoolExecutor) -> None:
-    closing = asyncio.wrap_future(thread.submit(source.close))
-    thread.shutdown(wait=False)
-    await closing

@@ -36,7 +36,7 @@ SLICE_BYTES = 64 << 20  # of one trip to the copying thread
 GROUP_BYTES = 8 << 20  # of one READ, if its blocks are digested
 AT_ONCE = 1  # READs that are posted before the oldest is waited for, besides it
 ANSWER_S = (0.0005, 0.01)  # how often an owner looks whether it is asked for something: while it is pulled from, else
-PATIENCE_S = 10.0  # after which a transfer is asked to end, and its owner is given up
+PATIENCE_S = 10.0  # for one transfer, after which its owner is given up
 HINT = "pip install 'pagewire[nixl]'"
 
 
@@ -273,32 +273,22 @@ class NixlSource:
                 self._finish(transfer, state)
 
     def _finish(self, transfer: Any, state: str) -> None:
-        """Waits until no byte can be written any more, however long it takes; then releases the handle."""
-        nixl, pause, give_up = self._agent.nixl, POLL_S[0], time.monotonic() + PATIENCE_S
-        reason = ""
-        while state == "PROC":
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_S[1])
-            state = nixl.check_xfer_state(transfer)
-            if state == "PROC" and (self._ending.is_set() or time.monotonic() > give_up):
-                reason = f"no end after {PATIENCE_S:g} s"
-                if self._cancelled(transfer):
-                    raise CopyFailed(reason)
-                if self._ending.is_set():  # the process ends, and its memory with it
-                    raise CopyFailed(reason)
-                give_up, pause = time.monotonic() + PATIENCE_S, POLL_S[1]
-        nixl.release_xfer_handle(transfer)
-        if state != "DONE" or reason:
-            raise CopyFailed(reason or "the transfer failed")
-
-    def _cancelled(self, transfer: Any) -> bool:
-        """NIXL ends the transfer if it can; the connection goes too, so that nothing under way finds its way."""
+        """Waits until no byte can be written any more, however long it takes. A transfer cannot be cancelled: NIXL lets
+        go of one that its owner has not answered yet, and the answer is written all the same when it comes."""
+        nixl, pause, patience = self._agent.nixl, POLL_S[0], time.monotonic() + PATIENCE_S
         try:
-            self._agent.nixl.release_xfer_handle(transfer)
-            self._agent.nixl.remove_remote_agent(self._owner)
-        except self._agent.errors:  # it cannot be cancelled: it is waited for
-            return False
-        return True
+            while state == "PROC":
+                if self._ending.is_set():
+                    raise CopyFailed("this process ends")
+                time.sleep(pause)
+                self.gone = self.gone or time.monotonic() > patience
+                pause = min(2 * pause, ANSWER_S[1] if self.gone else POLL_S[1])
+                state = nixl.check_xfer_state(transfer)
+        finally:
+            if not self._ending.is_set():  # else it ends with the process, and so does the memory
+                nixl.release_xfer_handle(transfer)
+        if state != "DONE":
+            raise CopyFailed("the transfer failed")
 
     def abort(self) -> None:
         self._ending.set()
