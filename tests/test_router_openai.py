@@ -255,6 +255,8 @@ def chat(**fields: Any) -> dict[str, Any]:
         ({"stop_token_ids": [-1]}, "stop_token_ids", "[0, 2147483647], got -1"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs must be in [0, 20], got 21"),
+        ({"max_tokens": 10**6}, "max_tokens", "and max_tokens is 1000000, but"),
+        ({"max_completion_tokens": 10**6}, "max_completion_tokens", "and max_completion_tokens is 1000000, but"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"messages": []}, "messages", "at least one message"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages", "roles are system"),

@@ -89,7 +89,8 @@ class Routes:
         with self._front.refusals():
             model = self._front.model()
             asked = chat_asked(body, request_id, model)
-        shape = ChatShape(model.tokenizer, bool(body.logprobs), bool(body.return_token_ids))
+        length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        shape = ChatShape(model.tokenizer, bool(body.logprobs), bool(body.return_token_ids), length)
         if body.stream:
             return Stream(self._front, model, [asked], shape, request_id, _incoming(request), **_usage_of(body))
         return Reply(self._front, model, [asked], shape, request_id, _incoming(request))

@@ -87,11 +87,20 @@ class Reply(Response):
             try:
                 self._generations.append(await self._front.begin(asked, self._model, None, self._incoming))
             except RequestError as error:
-                if error.reason == "TOOLONG":
-                    error.field = "max_tokens" if "max_tokens" in error.facts else self._shape.prompt_field
-                raise
+                if error.reason != "TOOLONG":
+                    raise
+                raise self._too_long(error) from error
         async with Patience() as patience:
             await self._send_answer(send, patience)
+
+    def _too_long(self, error: RequestError) -> RequestError:
+        """Under the name of the field that asks for too much."""
+        if "max_tokens" not in error.facts:
+            error.field = self._shape.prompt_field
+            return error
+        name = self._shape.length_field
+        sentence = str(error).replace("max_tokens", name)
+        return RequestError(error.code, sentence, field=name, reason=error.reason, facts=error.facts)
 
     async def _send_answer(self, send: Send, patience: Patience) -> None:
         """The whole answer at once."""

@@ -49,7 +49,8 @@ class ChatShape:
     prompt_field = "messages"
     prompt_in_choice = echoes_logprobs = False
 
-    def __init__(self, tokenizer: Tokenizer, logprobs: bool, token_ids: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, logprobs: bool, token_ids: bool, length_field: str = "max_tokens") -> None:
+        self.length_field = length_field  # by which name the answer's length was asked for
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._token_ids = token_ids
@@ -90,7 +91,7 @@ class ChatShape:
 
 class CompletionShape:
     kind = chunk_kind = "text_completion"
-    id_prefix, prompt_field = "cmpl-", "prompt"
+    id_prefix, prompt_field, length_field = "cmpl-", "prompt", "max_tokens"
     prompt_in_choice = True
 
     def __init__(
