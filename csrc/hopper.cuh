@@ -32,13 +32,24 @@ __device__ __forceinline__ void fetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 // A box of a matrix whose rows lie along K, from row and k on. 128-byte rows; 16-byte pieces change places within 8 rows.
-__device__ __forceinline__ void copy_box(void* to, const TensorMap* map, int k, int row, uint64_t* barrier,
+__device__ __forceinline__ void copy_box(uint32_t to, const TensorMap* map, int k, int row, uint64_t* barrier,
                                          uint64_t policy) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], "
-        "[%2], %5;" ::"r"(shared_address(to)),
+        "[%2], %5;" ::"r"(to),
         "l"(map), "r"(shared_address(barrier)), "r"(k), "r"(row), "l"(policy)
         : "memory");
+}
+__device__ __forceinline__ void copy_box(void* to, const TensorMap* map, int k, int row, uint64_t* barrier,
+                                         uint64_t policy) {
+    copy_box(shared_address(to), map, k, row, barrier, policy);
+}
+
+// What lies at `own` in the shared memory of the block of that rank.
+__device__ __forceinline__ uint32_t address_in(int rank, const void* own) {
+    uint32_t address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
+    return address;
 }
 
 // A tile of 128-byte rows at a multiple of 1024 bytes, as a matrix instruction names it; + 2 for each further 16 of K.
@@ -46,46 +57,79 @@ __device__ __forceinline__ uint64_t tile_of(uint32_t address) {
     return uint64_t(address >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
+// The sums of an instruction, 16 at a time, as the assembler's operands.
+#define SUMS_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define SUMS_1 SUMS_0 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SUMS_2 SUMS_1 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define SUMS_3 SUMS_2 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SUMS_4 SUMS_3 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define SUMS_5 SUMS_4 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define SUMS_6 SUMS_5 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define SUMS_7 SUMS_6 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SIXTEEN(i) FOUR(16 * i), FOUR(16 * i + 4), FOUR(16 * i + 8), FOUR(16 * i + 12)
+
 #if COLS == 8
 #define SHAPE "m64n8k16"
-#define RESULTS "{%0, %1, %2, %3}"
+#define RESULTS "%0, %1, %2, %3"
 #define OPERANDS "%4, %5"
-#define REGISTERS "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define ADDS "%6"
+#define REGISTERS FOUR(0)
 #elif COLS == 16
 #define SHAPE "m64n16k16"
-#define RESULTS "{%0, %1, %2, %3, %4, %5, %6, %7}"
+#define RESULTS "%0, %1, %2, %3, %4, %5, %6, %7"
 #define OPERANDS "%8, %9"
-#define REGISTERS "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+#define ADDS "%10"
+#define REGISTERS FOUR(0), FOUR(4)
 #elif COLS == 32
 #define SHAPE "m64n32k16"
-#define RESULTS "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
+#define RESULTS SUMS_0
 #define OPERANDS "%16, %17"
-#define REGISTERS "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-                  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define ADDS "%18"
+#define REGISTERS SIXTEEN(0)
 #elif COLS == 64
 #define SHAPE "m64n64k16"
-#define RESULTS "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
+#define RESULTS SUMS_1
 #define OPERANDS "%32, %33"
-#define REGISTERS "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-                  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
-                  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
-                  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define ADDS "%34"
+#define REGISTERS SIXTEEN(0), SIXTEEN(1)
+#elif COLS == 96
+#define SHAPE "m64n96k16"
+#define RESULTS SUMS_2
+#define OPERANDS "%48, %49"
+#define ADDS "%50"
+#define REGISTERS SIXTEEN(0), SIXTEEN(1), SIXTEEN(2)
 #elif COLS == 128
 #define SHAPE "m64n128k16"
-#define RESULTS "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-                "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-                "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+#define RESULTS SUMS_3
 #define OPERANDS "%64, %65"
-#define REGISTERS "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-                  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
-                  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
-                  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
-                  "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
-                  "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
-                  "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-                  "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define ADDS "%66"
+#define REGISTERS SIXTEEN(0), SIXTEEN(1), SIXTEEN(2), SIXTEEN(3)
+#elif COLS == 160
+#define SHAPE "m64n160k16"
+#define RESULTS SUMS_4
+#define OPERANDS "%80, %81"
+#define ADDS "%82"
+#define REGISTERS SIXTEEN(0), SIXTEEN(1), SIXTEEN(2), SIXTEEN(3), SIXTEEN(4)
+#elif COLS == 192
+#define SHAPE "m64n192k16"
+#define RESULTS SUMS_5
+#define OPERANDS "%96, %97"
+#define ADDS "%98"
+#define REGISTERS SIXTEEN(0), SIXTEEN(1), SIXTEEN(2), SIXTEEN(3), SIXTEEN(4), SIXTEEN(5)
+#elif COLS == 224
+#define SHAPE "m64n224k16"
+#define RESULTS SUMS_6
+#define OPERANDS "%112, %113"
+#define ADDS "%114"
+#define REGISTERS SIXTEEN(0), SIXTEEN(1), SIXTEEN(2), SIXTEEN(3), SIXTEEN(4), SIXTEEN(5), SIXTEEN(6)
+#elif COLS == 256
+#define SHAPE "m64n256k16"
+#define RESULTS SUMS_7
+#define OPERANDS "%128, %129"
+#define ADDS "%130"
+#define REGISTERS \
+    SIXTEEN(0), SIXTEEN(1), SIXTEEN(2), SIXTEEN(3), SIXTEEN(4), SIXTEEN(5), SIXTEEN(6), SIXTEEN(7)
 #endif
 
 #if DTYPE == 1
@@ -94,11 +138,13 @@ __device__ __forceinline__ uint64_t tile_of(uint32_t address) {
 #define ELEMENTS "f16.f16"
 #endif
 
-// d [64, COLS] += a [64, 16] b [16, COLS], by 4 warps. Nothing is done before finish_products says so.
-__device__ __forceinline__ void multiply(float (&d)[COLS / 2], uint64_t a, uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." ELEMENTS " " RESULTS ", " OPERANDS ", 1, 1, 1, 0, 0;"
+// d [64, COLS] += a [64, 16] b [16, COLS], by 4 warps; d = that, unless it adds: sums that nobody else sets may stay under
+// way across branches. Nothing is done before finish_products says so.
+__device__ __forceinline__ void multiply(float (&d)[COLS / 2], uint64_t a, uint64_t b, bool adds = true) {
+    asm volatile("{ .reg .pred adds; setp.ne.b32 adds, " ADDS ", 0; wgmma.mma_async.sync.aligned." SHAPE ".f32." ELEMENTS
+                 " {" RESULTS "}, " OPERANDS ", adds, 1, 1, 0, 0; }"
                  : REGISTERS
-                 : "l"(a), "l"(b));
+                 : "l"(a), "l"(b), "r"(int(adds)));
 }
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
