@@ -1,16 +1,17 @@
-// Products of 65 to 256 rows with a weight that is read once, on Hopper: out[m, n] = sum over k of x[m, k] * w[n, k], w as
-// [out, in]. The endings of gemv.cu, and its norm of x before, whose gain must have been multiplied into w: the norm is
-// applied at the end. Its sums of squares come, in pieces, from whoever wrote x; RESIDUAL writes them.
+// Products of 65 to 256 rows with a weight that is read once, on Hopper: out[m, n] = sum over k of x[m, k] * w[n, k],
+// w as [out, in]. The endings of gemv.cu, and its norm of x before, whose gain must have been multiplied into w: the
+// norm is applied at the end. Its sums of squares come, in pieces, from whoever wrote x; RESIDUAL writes them.
 //
-// One wave: a block owns COLS rows of w and TILES tiles of 64 rows of x, shared out over GROUPS warpgroups, and there are
-// almost as many blocks as multiprocessors. x is the tall operand, so that a thread has gate and up of the same output.
-// Sums may take so many registers that none are left for warps that only copy: the first thread starts the copies, STAGES
-// stages of 64 of K ahead, those of w before the kernel before this one has ended. SPLIT blocks of a cluster have a part of
-// K each; at the end every one of them adds up a part of the outputs from all, through the others' shared memory. Clusters
-// of more than 2 would leave multiprocessors without work: an H200 holds 66 of 2, 30 of 4.
+// One wave: a block owns COLS rows of w and TILES tiles of 64 rows of x, shared out over GROUPS warpgroups, and there
+// are almost as many blocks as multiprocessors. x is the tall operand, so that a thread has gate and up of the same
+// output. Sums may take so many registers that none are left for warps that only copy: the first thread starts the
+// copies, STAGES stages of 64 of K ahead, those of w before the kernel before this one has ended. SPLIT blocks of a
+// cluster have a part of K each; at the end every one of them adds up a part of the outputs from all, through the
+// others' shared memory. Clusters of more than 2 would leave multiprocessors without work: an H200 holds 66 of 2, 30
+// of 4.
 //
-// Settings: COLS, TILES, GROUPS, STAGES, SPLIT, NORM, EPILOGUE, DTYPE. With EPILOGUE 2, w holds N gate rows and then N up
-// rows; half of COLS are of these, half of those.
+// Settings: COLS, TILES, GROUPS, STAGES, SPLIT, NORM, EPILOGUE, DTYPE. With EPILOGUE 2, w holds N gate rows and then
+// N up rows; half of COLS are of these, half of those.
 #include "hopper.cuh"
 #include "rope.cuh"
 
@@ -127,7 +128,7 @@ __device__ __forceinline__ float scale_of(const Shared& s, int row) { return NOR
 __device__ __forceinline__ void silu(float (&v)[2]) {
     float e[2], inverse;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) e[i] = 1.f + exp2_fast(fminf(v[i] * -1.4426950408889634f, 60.f));  // e[0] e[1] is finite
+    for (int i = 0; i < 2; ++i) e[i] = 1.f + exp2_fast(fminf(v[i] * -1.4426950408889634f, 60.f));  // a finite product
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(e[0] * e[1]));
     v[0] *= inverse * e[1], v[1] *= inverse * e[0];
 }
@@ -254,7 +255,8 @@ __device__ __forceinline__ void end(Sums& sums, const Args& args, const RopeArgs
         float* to = meeting + ((warp / 4 * MINE + t) * 64 + warp % 4 * 16 + lane / 4) * PITCH + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < COLS / 2; j += 2)
-            *reinterpret_cast<float2*>(to + j / 2 % 2 * 8 * PITCH + j / 4 * 8) = make_float2(sums[t][j], sums[t][j + 1]);
+            *reinterpret_cast<float2*>(to + j / 2 % 2 * 8 * PITCH + j / 4 * 8) =
+                make_float2(sums[t][j], sums[t][j + 1]);
     }
     Early early[ENDINGS];
 #pragma unroll
