@@ -79,6 +79,11 @@ class CudaKVCache:
         """Another process's pool, by its handle: an address for `copies`. Raises CudaError."""
         return self._gpu.open(handle)
 
+    def room(self, address: int) -> int | None:
+        """How many blocks the memory holds that `open` returned; None where the driver cannot tell."""
+        size = self._gpu.size(address)
+        return None if size is None else size // self.layout.block_bytes
+
     def close(self, address: int) -> None:
         self._gpu.close(address)
 

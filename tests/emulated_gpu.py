@@ -53,6 +53,7 @@ class EmulatedGpu:
         self.stream = Done()
         self.launched: list[str] = []
         self.opened: list[int] = []  # other processes' pools
+        self.sizes: dict[int, int] = {}  # of those
         self.kernels: set[Kernel] = set()
         self._lengths: Tensor | None = None
 
@@ -85,7 +86,11 @@ class EmulatedGpu:
 
     def open(self, handle: bytes) -> int:
         self.opened.append(int.from_bytes(handle[:8], "little"))
+        self.sizes[self.opened[-1]] = int.from_bytes(handle[8:16], "little")
         return self.opened[-1]
+
+    def size(self, address: int) -> int | None:
+        return self.sizes.get(address)
 
     def close(self, address: int) -> None:
         self.opened.remove(address)

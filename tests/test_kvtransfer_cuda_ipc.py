@@ -174,6 +174,22 @@ async def test_a_card_that_the_driver_does_not_let_reach_is_no_path(two: Two, mo
     await refusal(two, "this card cannot reach its memory: .*PEER_ACCESS_UNSUPPORTED")
 
 
+async def test_a_pool_of_more_blocks_than_its_memory_holds_is_no_path(two: Two) -> None:
+    await two.exports.close()
+    two.node = two.node._replace(incarnation=random.getrandbits(64))
+    two.owner.num_blocks += 1
+    two.exports = CudaIpcExport(two.node.incarnation, two.owner)
+    two.exports.start()
+    await refusal(two, "a pool of 10 blocks in memory for 9")
+
+
+async def test_a_driver_that_cannot_tell_the_size_of_opened_memory_is_no_obstacle(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(two.puller._gpu, "size", lambda address: None)
+    (await two.connect()).close()
+
+
 async def test_another_users_process_gets_no_handle(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     await refusal(two, "its owner is another user")

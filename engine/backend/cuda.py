@@ -117,6 +117,12 @@ class Gpu:
         flag = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         return int(self._check(self._driver.cuIpcOpenMemHandle(exported, flag.value)))
 
+    def size(self, address: int) -> int | None:
+        """Bytes of the allocation that begins there, of this process or opened; None where the driver cannot tell."""
+        self._bind()
+        code, _, size = self._driver.cuMemGetAddressRange(address)
+        return int(size) if code == self._driver.CUresult.CUDA_SUCCESS else None
+
     def close(self, address: int) -> None:
         """Gives up what `open` returned. Until then the memory stays, also when its owner has ended."""
         self._bind()

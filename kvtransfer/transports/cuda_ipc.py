@@ -41,6 +41,7 @@ class CardCache(Cache, Protocol):
     def copies(self) -> Copying: ...
     def export(self) -> bytes: ...
     def open(self, handle: bytes) -> int: ...
+    def room(self, address: int) -> int | None: ...
     def close(self, address: int) -> None: ...
 
 
@@ -168,4 +169,8 @@ class CudaIpcImport:
             address = await asyncio.to_thread(self._cache.open, handle)
         except RuntimeError as error:
             raise NoPath(f"this card cannot reach its memory: {error}") from error
-        return CudaIpcSource(self._cache, address, num_blocks)
+        source = CudaIpcSource(self._cache, address, num_blocks)
+        if (room := self._cache.room(address)) is not None and room < num_blocks:  # reading beyond ends all on a card
+            source.close()
+            raise NoPath(f"a pool of {num_blocks} blocks in memory for {room}")
+        return source

@@ -162,6 +162,14 @@ def test_another_processes_blocks_arrive_with_the_sums_that_it_announced(gpu: Gp
     with_source(gpu, owner, body)
 
 
+def test_the_driver_tells_how_many_blocks_another_process_s_memory_holds(gpu: Gpu, owner: Owner) -> None:
+    async def body(held: CudaKVCache, source: CudaIpcSource) -> None:
+        assert source._address is not None
+        assert held.room(source._address) == BLOCKS
+
+    with_source(gpu, owner, body)
+
+
 def test_an_owner_that_is_killed_is_noticed_and_its_memory_goes_back_to_the_card(gpu: Gpu, owner: Owner) -> None:
     async def body(held: CudaKVCache, source: CudaIpcSource) -> None:
         source.copy(held, copies_of(random.Random(1), 4))
