@@ -12,10 +12,9 @@ SamplingParams is sent whole. Nothing is retried: the router itself runs a reque
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,14 +24,14 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from engine.types import FinishReason, SamplingParams
-from pagewire import diagnosis
-from pagewire.answers import Delta, Model, PagewireError, Result, ServerInfo, Started, Timing, Usage, WorkerStatus
+from engine.types import SamplingParams
+from pagewire import codec, diagnosis
+from pagewire.answers import Delta, Model, PagewireError, Result, ServerInfo, Started, Timing, Usage
+from pagewire.codec import Prompt, build_request
 from protos import generation_pb2 as gpb
 from protos import generation_pb2_grpc
 from wire.channel import MAX_MESSAGE_BYTES, open_channel
-from wire.codec import from_duration, logprob_from_pb
-from wire.pairing import paths_from_pb
+from wire.codec import from_duration
 from wire.security import Security
 
 __all__ = ["AsyncClient", "Client", "Delta", "PagewireError", "Result"]
@@ -41,9 +40,6 @@ DEFAULT_ADDRESS = f"127.0.0.1:{diagnosis.ROUTER_PORT}"
 
 PLAIN = Security()
 _TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")  # gRPC's own words
-
-Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Sequence[int] | Messages  # text, token ids, or a chat
 
 
 class AsyncClient:
@@ -67,9 +63,9 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, timeout: float | None = None, **options: Any
     ) -> Result:
-        """The whole answer. `timeout` is its deadline in seconds; `build_request` lists the options."""
+        """The whole answer. `timeout` is its deadline in seconds; `pagewire.codec.build_request` lists the options."""
         request = build_request(prompt, params, **options)
-        return _result(await self._unary(self._stub.Generate, request, timeout))
+        return codec.result(await self._unary(self._stub.Generate, request, timeout))
 
     def stream(
         self,
@@ -84,7 +80,8 @@ class AsyncClient:
         request = gpb.GenerateStreamRequest(
             request=build_request(prompt, params, **options), min_tokens_per_chunk=min_tokens_per_chunk
         )
-        return AsyncStream(self._stub.GenerateStream(request, timeout=timeout), self._errors)
+        with _open():
+            return AsyncStream(self._stub.GenerateStream(request, timeout=timeout), self._errors)
 
     async def tokenize(
         self,
@@ -93,21 +90,22 @@ class AsyncClient:
         add_special_tokens: bool = True,
         timeout: float | None = None,
     ) -> list[int]:
-        request = _tokenize_request(prompt, add_special_tokens)
+        request = codec.tokenize_request(prompt, add_special_tokens)
         return list((await self._unary(self._stub.Tokenize, request, timeout)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout: float | None = None) -> str:
-        request = gpb.DetokenizeRequest(token_ids=token_ids)
+        request = codec.detokenize_request(token_ids)
         return str((await self._unary(self._stub.Detokenize, request, timeout)).text)
 
     async def models(self, *, timeout: float | None = None) -> list[Model]:
-        return _models(await self._unary(self._stub.ListModels, gpb.ListModelsRequest(), timeout))
+        return codec.models(await self._unary(self._stub.ListModels, gpb.ListModelsRequest(), timeout))
 
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
-        return _server_info(await self._unary(self._stub.GetServerInfo, gpb.GetServerInfoRequest(), timeout))
+        return codec.server_info(await self._unary(self._stub.GetServerInfo, gpb.GetServerInfoRequest(), timeout))
 
     async def _unary(self, method: Any, request: Any, timeout: float | None) -> Any:
-        call = method(request, timeout=timeout)
+        with _open():
+            call = method(request, timeout=timeout)
         try:
             return await call
         except grpc.aio.AioRpcError as error:
@@ -144,7 +142,7 @@ class AsyncStream:
     async def __anext__(self) -> Delta:
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
-                if (delta := _take(self, response)) is not None:
+                if (delta := codec.take(self, response)) is not None:
                     return delta
         except grpc.aio.AioRpcError as error:
             raise await asyncio.to_thread(self._errors.of, error, bool(self.started.request_id)) from None
@@ -181,8 +179,8 @@ class Client:
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, timeout: float | None = None, **options: Any
     ) -> Result:
-        """The whole answer. `timeout` is its deadline in seconds; `build_request` lists the options."""
-        return _result(self._unary(self._stub.Generate, build_request(prompt, params, **options), timeout))
+        """The whole answer. `timeout` is its deadline in seconds; `pagewire.codec.build_request` lists the options."""
+        return codec.result(self._unary(self._stub.Generate, build_request(prompt, params, **options), timeout))
 
     def stream(
         self,
@@ -197,7 +195,9 @@ class Client:
         request = gpb.GenerateStreamRequest(
             request=build_request(prompt, params, **options), min_tokens_per_chunk=min_tokens_per_chunk
         )
-        return Stream(self._stub.GenerateStream(request, timeout=timeout, metadata=self._metadata), self._errors)
+        with _open():
+            call = self._stub.GenerateStream(request, timeout=timeout, metadata=self._metadata)
+        return Stream(call, self._errors)
 
     def tokenize(
         self,
@@ -206,21 +206,22 @@ class Client:
         add_special_tokens: bool = True,
         timeout: float | None = None,
     ) -> list[int]:
-        request = _tokenize_request(prompt, add_special_tokens)
+        request = codec.tokenize_request(prompt, add_special_tokens)
         return list(self._unary(self._stub.Tokenize, request, timeout).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, timeout: float | None = None) -> str:
-        return str(self._unary(self._stub.Detokenize, gpb.DetokenizeRequest(token_ids=token_ids), timeout).text)
+        return str(self._unary(self._stub.Detokenize, codec.detokenize_request(token_ids), timeout).text)
 
     def models(self, *, timeout: float | None = None) -> list[Model]:
-        return _models(self._unary(self._stub.ListModels, gpb.ListModelsRequest(), timeout))
+        return codec.models(self._unary(self._stub.ListModels, gpb.ListModelsRequest(), timeout))
 
     def server_info(self, *, timeout: float | None = None) -> ServerInfo:
-        return _server_info(self._unary(self._stub.GetServerInfo, gpb.GetServerInfoRequest(), timeout))
+        return codec.server_info(self._unary(self._stub.GetServerInfo, gpb.GetServerInfoRequest(), timeout))
 
     def _unary(self, method: Any, request: Any, timeout: float | None) -> Any:
         try:
-            return method(request, timeout=timeout, metadata=self._metadata)
+            with _open():
+                return method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise self._errors.of(error) from None
 
@@ -255,7 +256,7 @@ class Stream:
     def __next__(self) -> Delta:
         try:
             for response in self._call:
-                if (delta := _take(self, response)) is not None:
+                if (delta := codec.take(self, response)) is not None:
                     return delta
         except grpc.RpcError as error:
             raise self._errors.of(error, bool(self.started.request_id)) from None
@@ -268,164 +269,16 @@ class Stream:
         self._call.cancel()
 
 
-# ---- requests ---------------------------------------------------------------------------------------------------
-
-_SAMPLING = tuple(
-    field.name for field in fields(SamplingParams) if field.name in gpb.SamplingParams.DESCRIPTOR.fields_by_name
-)
-
-
-def build_request(
-    prompt: Prompt,
-    params: SamplingParams | None = None,
-    *,
-    model: str = "",
-    request_id: str = "",
-    return_text: bool = True,
-    return_token_ids: bool = True,
-    keep_special_tokens: bool = False,
-    echo_prompt: bool = False,
-    cache_salt: str = "",
-    resume: Sequence[int] = (),
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> gpb.GenerateRequest:
-    """`resume` are the tokens of an interrupted answer, which goes on after them."""
-    try:
-        request = gpb.GenerateRequest(
-            request_id=request_id,
-            model=model,
-            output=gpb.OutputOptions(
-                return_text=return_text,
-                return_token_ids=return_token_ids,
-                keep_special_tokens=keep_special_tokens,
-                echo_prompt=echo_prompt,
-            ),
-            cache_salt=cache_salt,
-        )
-        if prompt is None:
-            raise TypeError("the prompt must be a text, token ids or chat messages")
-        if isinstance(prompt, str):
-            request.text = prompt
-        elif prompt and isinstance(prompt[0], Mapping):
-            request.chat.CopyFrom(_chat(prompt, template_kwargs))
-        else:
-            request.token_ids.SetInParent()
-            request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
-        if resume:
-            request.resume.ids.extend(resume)
-        if params is not None:
-            _set_params(request, params)
-    except (TypeError, ValueError) as error:
-        raise PagewireError("INVALID_ARGUMENT", f"the request cannot be built: {error}") from error
-    return request
-
-
-def _set_params(request: gpb.GenerateRequest, params: SamplingParams) -> None:
-    for name in _SAMPLING:
-        if name != "logit_bias" and (value := getattr(params, name)) is not None:
-            setattr(request.sampling, name, value)
-    request.sampling.logit_bias.update(params.logit_bias)
-    stopping = request.stopping
-    if params.max_tokens is not None:
-        stopping.max_tokens = params.max_tokens
-    stopping.min_tokens = params.min_tokens
-    stopping.stop.extend(params.stop)
-    stopping.stop_token_ids.extend(params.stop_token_ids)
-    stopping.ignore_eos = params.ignore_eos
-    stopping.include_stop_in_output = params.include_stop_in_output
-    for name in ("logprobs", "prompt_logprobs"):
-        if (value := getattr(params, name)) is not None:
-            setattr(request.output, name, value)
-    if not params.skip_special_tokens:
-        request.output.keep_special_tokens = True
-
-
-def _chat(messages: Any, template_kwargs: Mapping[str, Any] | None) -> gpb.ChatPrompt:
-    arguments = json.dumps(template_kwargs) if template_kwargs else ""
-    return gpb.ChatPrompt(messages_json=json.dumps(list(messages)), template_kwargs_json=arguments)
-
-
-def _tokenize_request(prompt: str | Messages, add_special_tokens: bool) -> gpb.TokenizeRequest:
-    if isinstance(prompt, str):
-        return gpb.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
-    return gpb.TokenizeRequest(chat=_chat(prompt, None), add_special_tokens=add_special_tokens)
-
-
-# ---- answers ----------------------------------------------------------------------------------------------------
-
-
-def _take(stream: AsyncStream | Stream, response: gpb.GenerateStreamResponse) -> Delta | None:
-    match response.WhichOneof("event"):
-        case "started":
-            started = response.started
-            stream.started = Started(
-                response.request_id,
-                started.prompt_tokens,
-                started.cached_prompt_tokens,
-                started.seed,
-                tuple(map(logprob_from_pb, started.prompt_logprobs)),
-            )
-        case "delta":
-            return _delta(response.delta)
-        case "finished":
-            stream.usage, stream.timing = _usage(response.finished.usage), _timing(response.finished.timing)
-    return None
-
-
-def _delta(choice: gpb.Choice) -> Delta:
-    matched = choice.stop_match.WhichOneof("matched")
-    return Delta(
-        index=choice.index,
-        text=choice.text,
-        token_ids=tuple(choice.token_ids),
-        logprobs=tuple(map(logprob_from_pb, choice.logprobs)),
-        finish_reason=FinishReason(choice.finish_reason) if choice.finish_reason else None,
-        stop=getattr(choice.stop_match, matched) if matched else None,
-    )
-
-
-def _result(response: gpb.GenerateResponse) -> Result:
-    return Result(
-        response.request_id,
-        response.model,
-        tuple(map(_delta, response.choices)),
-        _usage(response.usage),
-        _timing(response.timing),
-        tuple(map(logprob_from_pb, response.prompt_logprobs)),
-    )
-
-
-def _usage(usage: gpb.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens)
-
-
-def _timing(timing: gpb.Timing) -> Timing:
-    return Timing(**{field.name: from_duration(getattr(timing, field.name)) for field in fields(Timing)})
-
-
-def _models(response: gpb.ListModelsResponse) -> list[Model]:
-    return [Model(each.id, each.root, each.max_model_len) for each in response.models]
-
-
-def _server_info(response: gpb.GetServerInfoResponse) -> ServerInfo:
-    workers = [
-        replace(
-            WorkerStatus(**{field.name: getattr(each, field.name) for field in fields(WorkerStatus)}),
-            kv_paths=paths_from_pb(each.kv_paths),
-            transports=tuple(each.transports),
-        )
-        for each in response.workers
-    ]
-    return ServerInfo(
-        response.version,
-        from_duration(response.uptime),
-        response.prefill_workers,
-        response.decode_workers,
-        tuple(workers),
-    )
-
-
 # ---- errors -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _open() -> Iterator[None]:
+    """Around what begins a call: grpc's own words for a channel that was closed."""
+    try:
+        yield
+    except (ValueError, grpc.aio.UsageError):
+        raise PagewireError("CANCELLED", "the client was closed") from None
 
 
 class _Errors:

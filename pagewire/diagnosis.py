@@ -21,6 +21,8 @@ def unreachable(address: str, details: str, encrypted: bool = False) -> str:
     except ValueError:
         return f"{address!r} is no address: give the router's host:port, such as 127.0.0.1:{ROUTER_PORT}"
     except socket.gaierror:
+        if "/" in address.removeprefix("dns:///"):
+            return f"{address!r} is no address: give host:port alone, such as 127.0.0.1:{ROUTER_PORT}"
         return f"the host of {address} is not known"
     except OSError:
         return f"nothing answers at {address}: start a router there, or give the address of the one that runs"

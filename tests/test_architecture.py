@@ -74,6 +74,7 @@ PB2_OUTSIDE_WIRE = frozenset(
         "kvtransfer/service.py",
         "kvtransfer/transports/grpc_bytes.py",
         "pagewire/client.py",
+        "pagewire/codec.py",
     }
 )
 PB2_FREE_ROUTER = frozenset({"router/flow.py", "router/dispatch.py", "router/workers.py", "router/policy.py"})

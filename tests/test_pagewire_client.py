@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -118,6 +119,52 @@ async def test_an_error_has_code_sentence_field_and_numbers(front: Front) -> Non
                 await client.generate(wrong)  # type: ignore[arg-type]
         with pytest.raises(PagewireError, match=r"the message has 50000\d\d bytes, .* at most 4194304"):
             await client.generate("a" * 5_000_000)
+
+
+@pytest.mark.parametrize(
+    ("use", "sentence"),
+    [
+        (lambda client: client.generate(5), "one text, token ids or chat messages, got int$"),
+        (lambda client: client.generate(["a", "b"]), "one text, token ids or chat messages, got list of str$"),
+        (lambda client: client.generate("x", {"max_tokens": 3}), "params must be SamplingParams, got dict$"),
+        (lambda client: client.tokenize(5), "a text or chat messages become tokens, got int$"),
+        (lambda client: client.detokenize("abc"), "got str$"),
+        (lambda client: client.detokenize([-1]), "cannot be built: Value out of range: -1$"),
+    ],
+)
+async def test_what_is_no_request_is_a_sentence(front: Front, use: Any, sentence: str) -> None:
+    def blocking() -> None:
+        with Client(front.address) as client, pytest.raises(PagewireError, match=sentence):
+            use(client)
+
+    await asyncio.to_thread(blocking)
+    async with AsyncClient(front.address) as client:
+        with pytest.raises(PagewireError, match=sentence):
+            await use(client)
+
+
+async def test_a_closed_client_says_so(front: Front) -> None:
+    closed = AsyncClient(front.address)
+    await closed.close()
+    with pytest.raises(PagewireError, match="the client was closed"):
+        await closed.generate("x")
+    with pytest.raises(PagewireError, match="the client was closed"):
+        _ = [delta async for delta in closed.stream("x")]
+
+    def blocking() -> None:
+        client = Client(front.address)
+        client.close()
+        for use in (client.generate, client.stream):
+            with pytest.raises(PagewireError, match="the client was closed"):
+                use("x")
+
+    await asyncio.to_thread(blocking)
+
+
+async def test_an_address_is_no_url() -> None:
+    async with AsyncClient("http://127.0.0.1:50051") as client:
+        with pytest.raises(PagewireError, match="is no address: give host:port alone"):
+            await client.generate("x", timeout=5)
 
 
 async def test_a_deadline_is_a_sentence(front: Front) -> None:

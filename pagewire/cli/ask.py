@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from engine.types import FinishReason, SamplingParams
 from pagewire.answers import PagewireError
 from pagewire.cli.failure import CommandFailed
-from pagewire.client import Client, Prompt
+from pagewire.client import Client
+from pagewire.codec import Prompt
 from wire.security import Security
 
 CHAT_HELP = """\
