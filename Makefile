@@ -25,13 +25,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PROMPT_TEXT := $(value PROMPT)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-page test-http-schema test-load test-monitoring test-containers image lint format kernels protos install clean
+.PHONY: help demo serve test soak test-page test-http-schema test-load test-monitoring test-containers image lint format kernels protos install clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    install, start router, prefill and decode on this machine, answer PROMPT, stop"
 	@echo "make serve   install, start them and keep them up"
 	@echo "make test    unit, property and short end-to-end tests on the CPU"
+	@echo "make soak    10,000 KV transfers by each path of the CPU, many of them cancelled, and what they leave behind"
 	@echo "make test-page    the page of the HTTP port in headless Chromium"
 	@echo "make test-http-schema    made-up requests to the HTTP port, by schemathesis"
 	@echo "make test-load    guidellm, aiperf, Locust and MLPerf LoadGen against a router and its workers"
@@ -52,6 +53,9 @@ serve: $(STAMP)/model
 
 test: $(STAMP)/dev $(STAMP)/nixl $(STAMP)/model
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_FLAGS)
+
+soak: $(STAMP)/dev $(STAMP)/nixl
+	PYTHONPATH=.:tests $(BIN)/python tests/many_transfers.py $(SOAK_FLAGS)
 
 test-page: $(STAMP)/dev
 	@test -x /usr/bin/chromium || (apt-get update --quiet && $(APT) chromium) || { echo "$(NO_APT) chromium"; exit 1; }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from kvtransfer_cores import Owner, Puller
+from many_transfers import in_one_process
 
 from engine.blocks import BlockPool
 from engine.messages import Reason, RequestKey
@@ -134,3 +135,10 @@ def test_random_local_transfers_leave_no_reference_behind() -> None:
     process.audit()
     assert len(puller.ready) > 300 and len(puller.failed) > 30
     assert process.pool.available == 32 and len(puller.inbox) == 0
+
+
+def test_hundreds_of_transfers_with_cancellations_leave_nothing_behind() -> None:
+    """`make soak` does ten thousand."""
+    left = in_one_process(400)
+    assert left.right + left.cancelled == 400 and left.cancelled > 20
+    assert left.nothing, left
