@@ -182,8 +182,8 @@ class Decoder:
             deadline_at=now + start.deadline,
             prompt=start.token_ids[:split],
             output=list(start.token_ids[split:]),
-            until_index=start.until_index,
         )
+        job.grant(start.until_index)
         job.slot.credit = job.has_credit
         return job
 
@@ -191,7 +191,7 @@ class Decoder:
         if (job := self._jobs.get(key)) is None:
             self.ignored["unknown_credit"] += 1
             return []
-        job.until_index = max(job.until_index, until_index)
+        job.grant(until_index)
         if job.has_credit:
             job.slot.credit, job.slot.parked, job.no_credit_since = True, False, None
         return self._settle(now)
@@ -341,6 +341,7 @@ class Decoder:
                 self.pool.name(slot.blocks[position], slot.hashes[position])
         job.first = None
         job.accept(first.token)
+        job.runs(self._eos)
         return [echo(job, first)]
 
     # ---- a step ---------------------------------------------------------------------------------------------------
@@ -351,36 +352,36 @@ class Decoder:
             return None
         if self._depth > 1 and not self._reach_ahead():
             return None
-        jobs = [self._by_slot[slot.id] for slot in self.scheduler.running]
-        jobs = [job for job in jobs if (self._may_go_on(job) if job.ahead else self._may_run(job.slot))]
+        batch, jobs, size = Batch(), list[Job](), self.layout.block_size
+        for slot in self.scheduler.running:
+            job, room = self._by_slot[slot.id], len(slot.blocks) * size
+            if not self._may_run(job, room):
+                continue
+            batch.rows.append(job.move_on())
+            job.covered = room
+            if slot.fresh:
+                batch.zero_blocks += slot.fresh
+                slot.fresh = []
+            jobs.append(job)
         if not jobs:
             return None
-        batch = Batch()
-        for job in jobs:
-            batch.rows.append(job.row(self._eos))
-            batch.zero_blocks += job.slot.fresh
-            job.slot.fresh = []
-            job.ahead += 1
-            job.covered = len(job.slot.blocks) * self.layout.block_size
         self._flights.append(Flight(jobs))
         return batch
 
-    def _may_run(self, slot: Slot) -> bool:
-        return slot.credit and self.scheduler.fits(slot)
-
-    def _may_go_on(self, job: Job) -> bool:
-        """While a step of the job is in flight: unless that one is its last, or left the runner without a block."""
-        index, params = len(job.output) + job.ahead, job.start.params
-        more = params.max_tokens is None or index < params.max_tokens
-        return more and index < job.until_index and job.slot.length + job.ahead <= job.covered
+    def _may_run(self, job: Job, room: int) -> bool:
+        """It has credit and, in its `room` positions, a place. While a step of it is in flight: unless that one is its
+        last, or left the runner without a block."""
+        ahead = job.ahead
+        return len(job.output) + ahead < job.until_index and job.slot.length + ahead <= (job.covered if ahead else room)
 
     def _reach_ahead(self) -> bool:
         """Gives each slot the blocks of the steps that start before the next one is reported, while there are any.
 
         False if the steps in flight have to end first: only then may somebody give way to a slot that has no block.
         """
+        size, most = self.layout.block_size, 2 * (self._depth - 1)
         for slot in self.scheduler.running:
-            if not slot.credit:
+            if slot.length + most <= len(slot.blocks) * size or not slot.credit:
                 continue
             job = self._by_slot[slot.id]
             whole = len(job.prompt) + (job.start.params.max_tokens or self.config.max_model_len)
@@ -398,6 +399,7 @@ class Decoder:
         rows: defaultdict[int, list[Row]] = defaultdict(list)
         finishes: defaultdict[int, list[Finish]] = defaultdict(list)
         failures: list[Action] = []
+        size = self.layout.block_size
         for job, token in zip(flight.jobs, output.tokens, strict=True):
             job.ahead -= 1
             if job.over:
@@ -406,7 +408,8 @@ class Decoder:
                 failures.append(failed(job, Reason.INTERNAL, resumable=False))
                 self._forget(job, now)
                 continue
-            self._name_full_block(job)
+            if job.slot.length % size == 0:
+                self._name_full_block(job)
             rows[job.session].append(Row(job.start.key, token))
             reason, stop_token_id = finish_of(token.token_id, token.index, job.start.params, self._eos)
             if reason is None:
@@ -436,11 +439,10 @@ class Decoder:
         return actions + self._settle(now)
 
     def _name_full_block(self, job: Job) -> None:
-        """The step wrote position length - 1. A block that this filled stays cached under its chain's name."""
+        """The step wrote position length - 1, a block's last: it stays cached under its chain's name."""
         size, length = self.layout.block_size, job.slot.length
-        if length % size == 0:
-            job.digest = block_digest(job.digest, job.tokens(length - size, length))
-            self.pool.name(job.slot.blocks[length // size - 1], job.digest)
+        job.digest = block_digest(job.digest, job.tokens(length - size, length))
+        self.pool.name(job.slot.blocks[length // size - 1], job.digest)
 
     # ---- a job ends -----------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from kvtransfer.jobs import JobKey
 class Job:
     """`prompt` is the client's own, `output` everything emitted since, over all attempts.
 
+    `until_index` is the first token that no step may produce: there is no credit for it, or the request is over before.
     `pull` is set while the pull may still speak. `digest` is the chain digest of the last full block so far.
     """
 
@@ -32,7 +33,7 @@ class Job:
     deadline_at: float
     prompt: Sequence[int]
     output: list[int]
-    until_index: int
+    until_index: int = 0
     pull: int | None = None
     announced: list[int] = field(default_factory=list)  # sealed at the owner, and not bound yet
     landed: set[int] = field(default_factory=set)
@@ -42,7 +43,8 @@ class Job:
     running_since: float | None = None
     no_credit_since: float | None = None  # of a running slot, as the last tick saw it
     over: bool = False
-    ahead: int = 0  # steps in flight that have a row of it
+    row: Row | None = None  # of a running slot, in every step of it
+    ahead: int = 0  # steps in flight that have the row
     covered: int = 0  # positions for which the newest of them had blocks
 
     @property
@@ -54,23 +56,36 @@ class Job:
         """For the next token that a step here would produce; token 0 of the attempt is the prefill's."""
         return max(len(self.output), self.start.emitted + 1) < self.until_index
 
+    def grant(self, until_index: int) -> None:
+        """Credit, which is absolute: less than before takes nothing away."""
+        self.until_index = max(self.until_index, min(until_index, self.start.params.max_tokens or until_index))
+
     def accept(self, token: Token) -> None:
         """The sequence grows by a token, which the next step feeds."""
-        self.output.append(token.token_id)
-        self.slot.length = len(self.prompt) + len(self.output)
-        self.slot.credit = self.has_credit
+        slot, output = self.slot, self.output
+        output.append(token.token_id)
+        slot.length = len(self.prompt) + len(output)
+        slot.credit = len(output) < self.until_index
 
     def tokens(self, first: int, end: int) -> list[int]:
         """Positions [first, end) of the sequence."""
         split = len(self.prompt)
         return [*self.prompt[first:end], *self.output[max(0, first - split) : max(0, end - split)]]
 
-    def row(self, eos: frozenset[int]) -> Row:
-        """A step's work: the newest token, at the last position; only the runner knows a token that is in flight."""
-        ahead = self.ahead
-        sample = SampleInput(self.start.params, len(self.output) + ahead, self.prompt, self.output, eos)
-        tokens = () if ahead else self.output[-1:]
-        return Row(self.slot.seat, tokens, self.slot.length - 1 + ahead, self.slot.blocks, sample)
+    def runs(self, eos: frozenset[int]) -> None:
+        """Its blocks are in place, and its first token is known."""
+        sample = SampleInput(self.start.params, 0, self.prompt, self.output, eos)
+        self.row = Row(self.slot.seat, (), 0, self.slot.blocks, sample)
+
+    def move_on(self) -> Row:
+        """The next step's row: the newest token, at the last position; only the runner knows a token in flight."""
+        row, ahead = self.row, self.ahead
+        assert row is not None and row.sample is not None, f"{self.key} does not run"
+        row.tokens = () if ahead else self.output[-1:]
+        row.start = self.slot.length - 1 + ahead
+        row.sample.index = len(self.output) + ahead
+        self.ahead = ahead + 1
+        return row
 
     def times(self, now: float) -> StageTimes:
         admitted = now if self.admitted is None else self.admitted

@@ -24,7 +24,7 @@ from engine.batch import Batch, Row, SampleInput, StepOutput
 from engine.config import EngineConfig
 from engine.cuda_cache import CudaKVCache
 from engine.cuda_logprobs import Reports, launch_reports
-from engine.cuda_state import RING, BatchState, Place
+from engine.cuda_state import EMITTED, RING, BatchState, Place
 from engine.models.llama import Llama
 from engine.models.llama_cuda import CudaLlama, DecodeInputs, Piece, Places
 from engine.sampler import sample
@@ -55,8 +55,9 @@ class Launched:
     indices: list[int] = field(default_factory=list)  # of the places when it was launched
     decodes: list[int] = field(default_factory=list)  # rows of the batch
     sampling: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)  # of the tokens of `decodes` and then of `sampling`
     sampled: Tensor | None = None  # on the host once `done`
-    reports: list[list[TokenLogprob]] = field(default_factory=list)
+    reports: list[Sequence[TokenLogprob]] = field(default_factory=list)
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     asked: list[tuple[Sequence[int], Reports]] = field(default_factory=list)  # of the tokens of these rows
     asked_of_prompts: list[tuple[int, Reports]] = field(default_factory=list)  # a row's, in order
@@ -112,7 +113,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> Launched:
-        launched = Launched(batch, time.perf_counter(), reports=[[] for _ in batch.rows])
+        launched = Launched(batch, time.perf_counter(), reports=[()] * len(batch.rows))
         with self.gpu.on_stream():
             decodes, chunks = self._split(batch.rows)
             if chunks:  # a block that decode fills is never read beyond what was written
@@ -133,12 +134,13 @@ class CudaRunner:
         for rows, reports in launched.asked:
             launched.logprobs.update(zip(rows, reports.read(), strict=True))
         for row, reports in launched.asked_of_prompts:
-            launched.reports[row] += reports.read()
+            launched.reports[row] = [*launched.reports[row], *reports.read()]
         if launched.graph is not None:
             self._read_ring(launched, tokens)
         if launched.sampled is not None:
-            for i, token_id in zip(launched.sampling, launched.sampled.tolist(), strict=True):
-                tokens[i] = self._token(launched, i, token_id)
+            numbers = launched.numbers[len(launched.decodes) :]
+            for i, number, token_id in zip(launched.sampling, numbers, launched.sampled.tolist(), strict=True):
+                tokens[i] = Token(number, token_id, launched.logprobs.get(i))
         digests = self.cache.digests(batch.digests, launched.sums)
         return StepOutput(tokens, launched.reports, digests, time.perf_counter() - launched.began)
 
@@ -159,17 +161,14 @@ class CudaRunner:
                 chunks.append(i)
         return decodes, chunks
 
-    def _token(self, launched: Launched, i: int, token_id: int) -> Token:
-        one = launched.batch.rows[i].sample
-        assert one is not None
-        return Token(one.index, token_id, launched.logprobs.get(i))
-
     # ---- decode rows ----------------------------------------------------------------------------------------------
 
     def _launch_decodes(self, launched: Launched, decodes: list[int]) -> None:
         rows, state = launched.batch.rows, self._state
-        launched.places = state.arrange([rows[i] for i in decodes], self._room(len(decodes)))
+        mine = [rows[i] for i in decodes]
+        launched.places = state.arrange(mine, self._room(len(mine)))
         launched.indices = [place.index for place in launched.places]
+        launched.numbers = _numbers(mine)
         launched.decodes, launched.step = decodes, state.step
         state.flush()
         last = max(launched.indices)
@@ -177,7 +176,7 @@ class CudaRunner:
         wanting = [
             (i, place.index)
             for i, place in zip(decodes, launched.places, strict=True)
-            if _logprobs(rows[i]) is not None
+            if place.sample.params.logprobs is not None
         ]
         if wanting:
             self._report(launched, launched.graph.logits, wanting, state.sampled)
@@ -217,12 +216,14 @@ class CudaRunner:
         self.card_times.append((began, ended))
         found = entry[RING_HEADER : RING_HEADER + graph.rows].tolist()
         flags = entry[RING_HEADER + graph.rows :].tolist()
-        for i, place, index in zip(launched.decodes, launched.places, launched.indices, strict=True):
+        numbers = launched.numbers[: len(launched.decodes)]
+        every = zip(launched.decodes, launched.places, launched.indices, numbers, strict=True)
+        for i, place, index, number in every:
             did = flags[index]
-            if did != 1:
+            if did != EMITTED:
                 self._state.did(place, step, did)
             if did:
-                tokens[i] = self._token(launched, i, found[index])
+                tokens[i] = Token(number, found[index], launched.logprobs.get(i))
 
     # ---- prompts --------------------------------------------------------------------------------------------------
 
@@ -245,6 +246,7 @@ class CudaRunner:
         inputs = [one for i in sampling if (one := rows[i].sample) is not None]
         chosen = self._choose(logits, inputs)
         launched.sampling = sampling
+        launched.numbers += [one.index for one in inputs]
         launched.sampled = self.gpu.to_host(chosen)
         wanting = [(i, place) for place, i in enumerate(sampling) if _logprobs(rows[i]) is not None]
         if wanting:
@@ -349,3 +351,8 @@ def _buckets(most: int) -> list[int]:
 
 def _logprobs(row: Row) -> int | None:
     return None if row.sample is None else row.sample.params.logprobs
+
+
+def _numbers(rows: Sequence[Row]) -> list[int]:
+    """Of the tokens that these rows sample. Kept, because a row may be moved on once its step is launched."""
+    return [row.sample.index for row in rows if row.sample is not None]
