@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
+import pytest
 from kvtransfer_cores import Owner, Puller
 from many_transfers import in_one_process
 
 from engine.blocks import BlockPool
-from engine.messages import Reason, RequestKey
+from engine.messages import PullOpen, Reason, RequestKey
 from engine.types import FinishReason
 from kvtransfer.actions import Action, HandOver, OpenPull
 from kvtransfer.transports.local import LocalPair
@@ -90,6 +93,44 @@ def test_a_revoked_ticket_fails_its_local_pull() -> None:
     process.carry(process.owner.revoke(ticket.id, 0.0))
     assert process.puller.failed[pull] is Reason.STALE_TICKET
     assert process.pool.available == 32 and len(process.puller.inbox) == 0
+
+
+Opening = Callable[[PullOpen], PullOpen]
+BAD: dict[str, tuple[Opening, Reason]] = {
+    "another layout": (lambda opening: replace(opening, layout_digest=b"another"), Reason.LAYOUT_MISMATCH),
+    "an earlier incarnation": (lambda opening: replace(opening, owner_incarnation=76), Reason.STALE_TICKET),
+    "an unknown ticket": (lambda opening: replace(opening, ticket=opening.ticket ^ 1), Reason.STALE_TICKET),
+    "another request's": (lambda opening: replace(opening, key=RequestKey(6, 1, 1)), Reason.STALE_TICKET),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_opening_is_refused_by_name_and_no_ticket_is_hurt(name: str) -> None:
+    process = Process()
+    spoil, reason = BAD[name]
+    ticket, other = process.owner.accept(KEY, 10, 0.0), process.owner.accept(RequestKey(9, 1), 10, 0.0)
+    good = process.start(other, RequestKey(9, 1, 1))
+    pull, (opening,) = process.puller.start(ticket, PLACED, 0.0, "local")
+    assert isinstance(opening, OpenPull)
+    process.carry([replace(opening, message=spoil(opening.message))])
+    assert process.puller.failed == {pull: reason} and process.owner.outbox.refused == {reason: 1}
+    again = process.start(ticket, RequestKey(5, 1, 2))
+    for each in (ticket, other):
+        process.carry(process.owner.seal(each.id, range(3), 0.0))
+        process.carry(process.owner.finish(each.id, 0.0))
+    assert {good, again} == process.puller.ready.keys()
+
+
+def test_a_ticket_that_is_used_or_has_expired_is_refused_by_name() -> None:
+    process = Process()
+    used, expired = process.owner.accept(KEY, 10, 0.0), process.owner.accept(RequestKey(6, 1), 8, 0.0, deadline_at=1.0)
+    process.start(used)
+    process.carry(process.owner.seal(used.id, range(3), 0.0))
+    process.carry(process.owner.finish(used.id, 0.0))
+    process.carry(process.owner.tick(2.0))
+    late = [process.start(used, RequestKey(5, 1, 2)), process.start(expired, RequestKey(6, 1, 1))]
+    assert process.puller.failed == dict.fromkeys(late, Reason.STALE_TICKET)
+    assert process.owner.outbox.refused == {Reason.STALE_TICKET: 2}
 
 
 def test_pulls_from_other_hosts_pass_through() -> None:

@@ -238,19 +238,23 @@ async def test_an_owner_that_names_millions_of_probe_blocks_is_refused_with_both
         await pair.close()
 
 
-async def test_workers_of_another_layout_are_refused_field_by_field(free_port: int) -> None:
-    pair = Pair(free_port)
+@EVERY
+async def test_workers_of_another_layout_are_refused_field_by_field(kind: str, free_port: int) -> None:
+    kinds = [] if kind == "grpc" else [kind]
+    pair = Pair(free_port, kinds=kinds)
     await pair.start_server()
     other = Puller(16, 1 << 16)
     other.cache.layout = layout(1 << 16)._replace(dtype="bfloat16", num_layers=7)
-    side = PullSide(other)
+    side = PullSide(other, [pair.import_(each, other) for each in kinds])
     try:
         ticket = pair.owner.accept(KEY, 8, 0.0)
         pull = side.start(ticket)
         await until(lambda: pull in other.drained)
         assert other.causes[pull] == "dtype is bfloat16 here and fake there; num_layers is 7 here and 1 there"
         assert pair.service.refused == {"another layout": 1}
-        pair.revoke(ticket)
+        good = pair.start(ticket, RequestKey(5, 1, 2))
+        pair.compute(ticket)
+        await until(lambda: good in pair.puller.ready)
     finally:
         await side.close_clients()
         await pair.close()
@@ -375,6 +379,60 @@ async def test_a_pull_from_the_puller_s_own_process_fails_by_name_whoever_answer
         again = pair.start(ticket, RequestKey(5, 1, 2))
         pair.compute(ticket)
         await until(lambda: again in pair.puller.ready)
+
+
+@EVERY
+async def test_a_ticket_of_an_earlier_incarnation_is_refused_before_and_after_its_puller_has_met_the_owner(
+    kind: str, free_port: int
+) -> None:
+    async with pair_of(free_port, kind) as pair:
+        ticket = pair.owner.accept(KEY, 8, 0.0)
+        earlier = pair.node._replace(incarnation=pair.node.incarnation ^ 1)
+        pull = pair.start(dataclasses.replace(ticket, owner=earlier))
+        await until(lambda: pull in pair.puller.drained)
+        assert "another process answers at this address now" in pair.puller.causes[pull]
+        assert pair.service.refused == {"another incarnation": 1}
+        digest = layout_digest(pair.owner.cache.layout)
+        reply = await first_answer(pair, PullOpen(ticket.id, PLACED, earlier.incarnation, kind, digest))
+        assert reply.failed.reason == worker_pb2.Reason.Value("REASON_STALE_TICKET")
+        assert pair.owner.outbox.refused == {Reason.STALE_TICKET: 1}
+        good = pair.start(ticket, RequestKey(5, 1, 2))
+        pair.compute(ticket)
+        await until(lambda: good in pair.puller.ready)
+
+
+@EVERY
+@pytest.mark.parametrize("positions", [[0, 2], [2**32 - 1], [0] * 50])
+async def test_positions_that_a_ticket_has_not_end_their_own_pull_alone(
+    kind: str, positions: list[int], free_port: int
+) -> None:
+    async with pair_of(free_port, kind) as pair:
+        ticket, other = pair.owner.accept(KEY, 8, 0.0), pair.owner.accept(RequestKey(9, 1), 8, 0.0)
+        good = pair.start(other, RequestKey(9, 1, 1))
+        opening = PullOpen(ticket.id, PLACED, pair.node.incarnation, kind, layout_digest(pair.owner.cache.layout))
+        want = worker_pb2.PullRequest(want=worker_pb2.PullWant(positions=positions))
+        reply = await first_answer(pair, opening, want)
+        assert reply.failed.reason == worker_pb2.Reason.Value("REASON_INVALID_FIELD")
+        assert reply.failed.facts["num_blocks"] == "2" and pair.owner.outbox.refused == {Reason.INVALID_FIELD: 1}
+        again = pair.start(ticket, RequestKey(5, 1, 2))
+        for each in (ticket, other):
+            pair.compute(each)
+        await until(lambda: {good, again} <= pair.puller.ready.keys())
+
+
+async def first_answer(pair: Pair, opening: PullOpen, *more: worker_pb2.PullRequest) -> worker_pb2.PullEvent:
+    """What the owner says first, but for its greeting, on a stream of these messages."""
+    channel = open_plain(pair.node.address)
+    call: Any = worker_pb2_grpc.KvTransferServiceStub(channel).Pull()
+    try:
+        for message in (pull_request_to_pb(opening), *more):
+            await call.write(message)
+        while (event := await call.read()).WhichOneof("event") == "opened":
+            pass
+        return event
+    finally:
+        call.cancel()
+        await channel.close()
 
 
 @ONE_SIDED
