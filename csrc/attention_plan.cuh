@@ -60,3 +60,22 @@ static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256, "head dims are multiples of
 __host__ __device__ __forceinline__ int first_visible(int length) {
     return WINDOW > 0 && length > WINDOW ? length - WINDOW : 0;
 }
+
+// Weights of the products behind the attention, which it brings into the L2 meanwhile: their latency, not their bytes,
+// is what a small model waits for.
+struct Ahead {
+    unsigned long long at[4];  // addresses; 0: none
+    int bytes[4];              // multiples of 16
+};
+
+// A block's share of them, by its first four threads.
+__device__ __forceinline__ void fetch_ahead(const Ahead& what, int block, int grid) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (threadIdx.x >= 4) return;
+    const unsigned long long at = what.at[threadIdx.x];
+    const int bytes = what.bytes[threadIdx.x], share = ((bytes + grid - 1) / grid + 15) & ~15;
+    const int first = min(block * share, bytes), count = min(share, bytes - first);
+    if (at != 0 && count > 0)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at + first), "r"(count) : "memory");
+#endif
+}

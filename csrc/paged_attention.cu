@@ -310,14 +310,16 @@ __device__ __forceinline__ void add_up(const float* buffer, bool whole, elem* re
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, CTAS)
-    paged_attention(const elem* __restrict__ q,      // [rows][q_stride], of which kv_heads * GROUP * HEAD_DIM are read
+    paged_attention(const elem* q,                   // [rows][q_stride], of which kv_heads * GROUP * HEAD_DIM are read
                     const elem* __restrict__ cache,  // this layer of block 0: [2, kv_heads, BLOCK_SIZE, HEAD_DIM]
                     elem* __restrict__ out,          // [rows, kv_heads * GROUP, HEAD_DIM]
                     const int* __restrict__ tables,  // [rows, table_stride] block ids
                     int* __restrict__ plan,          // see attention_plan.cuh
                     float* __restrict__ partials,    // [2 * grid][PARTIAL]
                     int64_t block_stride,            // elements between one block and the next
-                    int q_stride, int table_stride, int rows, int kv_heads, float scale, float softcap) {
+                    int q_stride, int table_stride, int rows, int kv_heads, float scale, float softcap,
+                    int planned,  // 1: the plan was whole before the kernel before this one began
+                    const __grid_constant__ Ahead behind) {
     extern __shared__ __align__(128) unsigned char memory[];
     float* buffers = reinterpret_cast<float*>(memory + RING_BYTES);  // [BUFFERS][BUFFER]
     __shared__ uint64_t full[BUFFERS], empty_again[BUFFERS];
@@ -329,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, CTAS)
 
     if (thread < BUFFERS) init_barrier(full + thread, WARPS * WARP), init_barrier(empty_again + thread, WARP);
     __syncthreads();
-    wait_for_inputs();
+    if (!planned) wait_for_inputs();
     const Record* records = reinterpret_cast<const Record*>(plan + HEADER);
     const Record* record = records + block;
     const int4* row_of = reinterpret_cast<const int4*>(records + gridDim.x);
@@ -345,43 +347,46 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, CTAS)
     const uint64_t policy = header.x < EVICT_FIRST_UNITS ? first : unchanged;
     const int count = start.w;
 
-    if (count > 0) {
-        // Warp w takes the block's units w, w + WARPS, ... whatever rows and heads they are of; copies run STAGES - 1
-        // ahead.
-        Cursor loads;
-        loads.start(start, its_row, unit_heads);
-        const auto next_of = [&](int slot) {
-            const int4 row = next_row;
-            next_row = row_of[min(slot + 1, filled - 1)];
-            return row;
-        };
-        loads.advance(warp, unit_heads, next_of);
-        int next_id = __shfl_sync(0xffffffffu, ahead, 0), loaded = 0, write_stage = 0, read_stage = 0;
-        const auto load = [&] {
-            if (loads.left > 0) {
-                const int token = loads.sub * SUB;
-                const int row = loads.head(unit_heads) / UNITS_PER_KV_HEAD * BLOCK_SIZE + token % BLOCK_SIZE;
-                load_tokens(ring + write_stage * STAGE_BYTES, cache + int64_t(next_id) * block_stride + row * HEAD_DIM,
-                            kv_heads * BLOCK_SIZE * HEAD_DIM, first_visible(loads.row.y) - token, loads.row.y - token,
-                            lane, policy);
-                const int turn = loads.turn, slot = loads.slot;
-                loads.advance(WARPS, unit_heads, next_of);
-                // Queries that are met on the way are asked for now: by then they are near.
-                if ((loads.turn != turn || loads.slot != slot) && loads.left > 0 && lane * 128 < UNIT_HEADS * ROW_BYTES)
-                    prefetch(reinterpret_cast<const char*>(q + int64_t(loads.row.x) * q_stride +
-                                                           first_head(loads.head(unit_heads)) * HEAD_DIM) +
-                             lane * 128);
-                if (++loaded < STAGES)
-                    next_id = __shfl_sync(0xffffffffu, ahead, loaded);
-                else if (loads.left > 0)
-                    next_id = tables[int64_t(loads.row.x) * table_stride + loads.sub * SUB / BLOCK_SIZE];
-            }
-            commit_copies();
-            write_stage = write_stage == STAGES - 1 ? 0 : write_stage + 1;
-        };
+    // Warp w takes the block's units w, w + WARPS, ... whatever rows and heads they are of; copies run STAGES - 1 ahead.
+    Cursor loads;
+    loads.start(start, its_row, unit_heads);
+    const auto next_of = [&](int slot) {
+        const int4 row = next_row;
+        next_row = row_of[min(slot + 1, filled - 1)];
+        return row;
+    };
+    loads.advance(warp, unit_heads, next_of);
+    int next_id = __shfl_sync(0xffffffffu, ahead, 0), loaded = 0, write_stage = 0, read_stage = 0;
+    // Only the unit with a row's newest token needs what the kernel before this one writes; `early`: it may still run.
+    const auto load = [&](bool early) {
+        if (loads.left > 0) {
+            const int token = loads.sub * SUB;
+            const int row = loads.head(unit_heads) / UNITS_PER_KV_HEAD * BLOCK_SIZE + token % BLOCK_SIZE;
+            if (early && loads.row.y - token <= SUB) wait_for_inputs();
+            load_tokens(ring + write_stage * STAGE_BYTES, cache + int64_t(next_id) * block_stride + row * HEAD_DIM,
+                        kv_heads * BLOCK_SIZE * HEAD_DIM, first_visible(loads.row.y) - token, loads.row.y - token,
+                        lane, policy);
+            const int turn = loads.turn, slot = loads.slot;
+            loads.advance(WARPS, unit_heads, next_of);
+            // Queries that are met on the way are asked for now: by then they are near.
+            if (!early && (loads.turn != turn || loads.slot != slot) && loads.left > 0 &&
+                lane * 128 < UNIT_HEADS * ROW_BYTES)
+                prefetch(reinterpret_cast<const char*>(q + int64_t(loads.row.x) * q_stride +
+                                                       first_head(loads.head(unit_heads)) * HEAD_DIM) +
+                         lane * 128);
+            if (++loaded < STAGES)
+                next_id = __shfl_sync(0xffffffffu, ahead, loaded);
+            else if (loads.left > 0)
+                next_id = tables[int64_t(loads.row.x) * table_stride + loads.sub * SUB / BLOCK_SIZE];
+        }
+        commit_copies();
+        write_stage = write_stage == STAGES - 1 ? 0 : write_stage + 1;
+    };
 #pragma unroll 1
-        for (int i = 1; i < STAGES; i++) load();
+    for (int i = 1; i < STAGES; i++) load(true);
+    wait_for_inputs();
 
+    if (count > 0) {
         Cursor at;  // the row and unit head that the warp is in, from the block's first unit of it
         at.start(start, its_row, unit_heads);
         Query query;
@@ -399,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, CTAS)
             for (; unit < units; unit += WARPS) {
                 wait_copies<STAGES - 2>();
                 __syncwarp();
-                load();
+                load(false);
                 const int token = (at.sub + unit) * SUB;
                 attend(sums, query, ring + read_stage * STAGE_BYTES, first_visible(at.row.y) - token, at.row.y - token,
                        scale, softcap, lane);
@@ -443,6 +448,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, CTAS)
             at.advance(units, unit_heads, [&](int slot) { return row_of[slot]; });
         }
     }
+    fetch_ahead(behind, block, gridDim.x);
     let_next_start();
     const int row_chunks = kv_heads * GROUP * CHUNKS;
     for (int e = block; e < empty; e += gridDim.x) {

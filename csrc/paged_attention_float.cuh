@@ -11,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 4)
     paged_attention(const float* __restrict__ q, const float* __restrict__ cache, float* __restrict__ out,
                     const int* __restrict__ tables, const int* __restrict__ plan, float* __restrict__ partials,
                     int64_t block_stride, int q_stride, int table_stride, int rows, int kv_heads, float scale,
-                    float softcap) {
+                    float softcap, int planned, Ahead behind) {
     __shared__ float tops[WARPS], totals[WARPS], sums[WARPS][HEAD_DIM];
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP, heads = kv_heads * GROUP;
     wait_for_inputs();

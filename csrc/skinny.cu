@@ -137,7 +137,7 @@ struct Shared {
 // One thread's work: what it copies is used by everybody.
 __device__ __forceinline__ void copy_all(const TensorMap* w, const TensorMap* x, const Args& args, Shared& s, char* ring) {
     const int first = rank() * args.chunks, column = blockIdx.x / SPLIT * COLS;
-    const uint64_t once = evict_first(), often = evict_unchanged();
+    const uint64_t often = evict_unchanged(), once = gridDim.x > SPLIT ? often : evict_first();
     auto place = [&](int i) { return (first + i) * 64 * DEPTH; };
     auto copy_w = [&](int i, int stage) {
         expect_bytes(&s.full[stage], STAGE_BYTES);

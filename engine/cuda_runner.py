@@ -25,8 +25,9 @@ from engine.config import EngineConfig
 from engine.cuda_cache import CudaKVCache
 from engine.cuda_logprobs import Reports, launch_reports
 from engine.cuda_state import EMITTED, RING, BatchState, Place
+from engine.models.cuda_decode import DecodeInputs, Places
 from engine.models.llama import Llama
-from engine.models.llama_cuda import CudaLlama, DecodeInputs, Piece, Places
+from engine.models.llama_cuda import CudaLlama, Piece
 from engine.sampler import sample
 from engine.types import Token, TokenLogprob
 

@@ -7,6 +7,7 @@ without a card. A captured graph is its body called again, so whatever a body wo
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -38,7 +39,12 @@ def at(address: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 class Done:
+    """An event, and a stream: everything was done when it was asked for."""
+
     def synchronize(self) -> None:
+        pass
+
+    def wait_stream(self, other: Done) -> None:
         pass
 
 
@@ -81,6 +87,9 @@ class EmulatedGpu:
     def beside(self) -> EmulatedGpu:
         return self
 
+    def twin(self) -> EmulatedGpu:
+        return copy.copy(self)
+
     def export(self, pool: Tensor) -> bytes:
         return pool.data_ptr().to_bytes(8, "little") + pool.nbytes.to_bytes(8, "little") + bytes(48)
 
@@ -102,7 +111,7 @@ class EmulatedGpu:
         body()
         return body
 
-    def launch(self, launch: Launch, *arguments: Any, overlap: bool = True) -> None:
+    def launch(self, launch: Launch, *arguments: Any, overlap: bool = True, yields: bool = False) -> None:
         self.launched.append(launch.function)
         self.kernels.add(launch.kernel)
         settings = dict(launch.kernel.settings)
@@ -237,8 +246,10 @@ class EmulatedGpu:
 
     def _paged_attention(self, settings: Any, q: Tensor, layer: Tensor, out: Tensor, tables: Tensor, plan: Tensor,
                          partials: Tensor, block_stride: int, q_stride: int, table_stride: int, rows: int,
-                         kv_heads: int, scale: float, softcap: float) -> None:  # fmt: skip
+                         kv_heads: int, scale: float, softcap: float, planned: int, behind: bytes) -> None:  # fmt: skip
         assert self._lengths is not None
+        *weights, out_bytes, _, _, _ = launches.AHEAD.unpack(behind)
+        assert (weights[0] == 0) == (out_bytes == 0)
         dim, group, size = settings["HEAD_DIM"], settings["GROUP"], settings["BLOCK_SIZE"]
         assert q_stride == q.stride(0) and table_stride == tables.stride(0)
         for r in range(rows):

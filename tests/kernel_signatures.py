@@ -21,8 +21,14 @@ from engine.backend.nvcc import SOURCES
 from engine.backend.tensor_map import SIZE
 from engine.config import DTYPES
 
-SIZES = {"RopeArgs": launches.ROPE_ARGS.size, "State": launches.ROW_STATE.size, "TensorMap": SIZE}
+SIZES = {
+    "Ahead": launches.AHEAD.size,
+    "RopeArgs": launches.ROPE_ARGS.size,
+    "State": launches.ROW_STATE.size,
+    "TensorMap": SIZE,
+}
 STRUCTURES = {
+    ("attention_plan.cuh", "Ahead"): launches.AHEAD,
     ("rope.cuh", "RopeArgs"): launches.ROPE_ARGS,
     ("advance.cu", "State"): launches.ROW_STATE,
     ("sample.cu", "Row"): launches.SAMPLE_ROW,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from emulated_gpu import EmulatedGpu
 from gains_and_biases import MIXED, mixed_tensors
 
+from engine.backend import lanes
 from engine.backend.compile import step_kernels
 from engine.backend.cpu import CPUBackend
 from engine.batch import Batch, Row, SampleInput
@@ -196,3 +198,16 @@ def test_biases_gains_and_a_sliding_window_give_the_cpus_tokens() -> None:
     card = CudaRunner(held, config, CudaKVCache(layout, 60, gpu), gpu)
     expected, found = (run(runner, config, prompts, params)[0] for runner in (plain, card))
     assert [[t.token_id for t in one] for one in found] == [[t.token_id for t in one] for one in expected]
+
+
+def test_rows_in_two_lanes_get_the_tokens_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "ROWS", range(2, 100))
+    config = EngineConfig(
+        block_size=16, num_blocks=64, max_num_seqs=5, max_num_batched_tokens=64, max_model_len=128, dtype="float32"
+    )
+    runner = emulated(config)
+    steps = runner.model._steps
+    steps._halves = steps._whole, replace(steps._whole, gpu=steps._whole.gpu.twin())
+    prompts = [[3 + i, *range(10, 14 + 5 * i)] for i in range(5)]
+    params = [SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=4 + 3 * i) for i in range(5)]
+    assert run(runner, config, prompts, params)[0] == run(on_cpu(config), config, prompts, params)[0]

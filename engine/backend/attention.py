@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.backend.launches import AHEAD, Launch
 from engine.backend.nvcc import DEFAULT_CACHE_DIR, Kernel, architecture, cubin, kernel
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -115,6 +116,16 @@ def kernels(shape: AttentionShape, chosen: Geometry) -> tuple[Kernel, Kernel]:
     return kernel("plan", **settings), kernel("paged_attention", **settings)
 
 
+def step_launches(shape: AttentionShape, chosen: Geometry, multiprocessors: int) -> tuple[Launch, Launch]:
+    """The planner, whose shared memory depends on the rows, and the attention."""
+    planner, attention = kernels(shape, chosen)
+    grid = multiprocessors * chosen.ctas
+    return (
+        Launch(planner, "plan_attention", (1, 1), _PLAN_THREADS),
+        Launch(attention, "paged_attention", (grid, 1), 32 * chosen.warps, chosen.shared_bytes),
+    )
+
+
 def plan_shared(rows: int) -> int:
     """Bytes of shared memory that the planner needs."""
     return 20 * rows
@@ -149,7 +160,10 @@ class PagedAttention:
         planner, attention = kernels(shape, self.geometry)
         self._plan = _function(cubin(planner, arch, cache_dir), "plan_attention", "PPPiiii", plan_shared(max_rows))
         self._run = _function(
-            cubin(attention, arch, cache_dir), "paged_attention", "PPPPPPqiiiiff", self.geometry.shared_bytes
+            cubin(attention, arch, cache_dir),
+            "paged_attention",
+            f"PPPPPPqiiiiffi4x{AHEAD.size}s",
+            self.geometry.shared_bytes,
         )
         self.plan_words = plan_words(shape, kv_heads, self.grid, max_rows)
         self.plan_memory = cuda.mem_alloc(4 * self.plan_words)
@@ -205,6 +219,8 @@ class PagedAttention:
             self.kv_heads,
             scale,
             self.shape.softcap,
+            0,
+            bytes(AHEAD.size),
             shared_size=self.geometry.shared_bytes,
         )
 

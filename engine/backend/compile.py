@@ -13,15 +13,17 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from engine.backend import attention, launches, products
+from engine.backend import attention, lanes, launches, products
 from engine.backend.launches import Heads
 from engine.backend.nvcc import DEFAULT_CACHE_DIR, Kernel, KernelError, check_spills
 from engine.backend.products import Ending
+from engine.backend.wide import wide, wide_shape
 from engine.config import ModelConfig
 from engine.loader.random_shapes import SHAPES
 
 _SHARED_PER_MULTIPROCESSOR = {"sm_80": 164 << 10, "sm_90a": 228 << 10}  # bytes
 _ROWS = (1, 16, 32, 64, 128, 256)  # one for each cut that engine.backend.products knows
+_HALVES = (96, 128, 192, 256)  # and for those of batches in two lanes
 
 
 def step_kernels(config: ModelConfig, dtype: str, block_size: int, arch: str) -> Iterator[Kernel]:
@@ -29,11 +31,18 @@ def step_kernels(config: ModelConfig, dtype: str, block_size: int, arch: str) ->
     shape = attention.AttentionShape(
         dtype, config.head_dim, config.num_heads // config.num_kv_heads, block_size, config.sliding_window or 0
     )
-    yield from attention.kernels(shape, attention.geometry(shape, _SHARED_PER_MULTIPROCESSOR[arch]))
+    hopper, shared = arch != "sm_80", _SHARED_PER_MULTIPROCESSOR[arch]
+    geometry = attention.geometry(shape, shared)
+    planner, attending = attention.step_launches(shape, geometry, 1)
+    yield from (planner.kernel, attending.kernel)
     heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, block_size, config.num_layers)
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    for rows in _ROWS:
+    rooms = [(rows, products.WHOLE) for rows in _ROWS]
+    half = lanes.lane(hidden, attending, geometry.ctas, shared)
+    if half is not None and hopper:
+        rooms += [(rows, half[1]) for rows in _HALVES]
+    for rows, room in rooms:
         for outputs, inputs, ending, norm in (
             (q + 2 * kv, hidden, Ending.ROPE, True),
             (hidden, q, Ending.RESIDUAL, False),
@@ -43,7 +52,7 @@ def step_kernels(config: ModelConfig, dtype: str, block_size: int, arch: str) ->
         ):
             writes = heads if ending is Ending.ROPE else None
             product = products.product(
-                outputs, inputs, rows, dtype, ending, norm=norm, heads=writes, hopper=arch != "sm_80"
+                outputs, inputs, rows, dtype, ending, norm=norm, heads=writes, hopper=hopper, room=room
             )
             if product is not None:
                 yield product.launch.kernel
@@ -66,11 +75,29 @@ def all_kernels(arch: str) -> list[Kernel]:
     for name, dtypes in (("llama3-8b", ("bfloat16",)), ("smollm2-135m", ("bfloat16", "float32"))):
         for dtype in dtypes:
             found |= dict.fromkeys(step_kernels(ModelConfig.from_dict(SHAPES[name]), dtype, 16, arch))
+    if arch != "sm_80":
+        found |= dict.fromkeys(_wide_kernels())
     for head_dim in attention.HEAD_DIMS:
         shape = attention.AttentionShape("float16", head_dim, 4, 16)
         chosen = attention.geometry(shape, _SHARED_PER_MULTIPROCESSOR[arch])
         found |= dict.fromkeys(attention.kernels(shape, chosen))
     return list(found)
+
+
+def _wide_kernels() -> Iterator[Kernel]:
+    """Of wide.cu for Llama-3-8B: its tests and benchmarks launch them, a decode step does not yet."""
+    heads = Heads(32, 8, 128, 16, 32)
+    for rows in (128, 192, 256):
+        for outputs, inputs, ending in (
+            (6144, 4096, Ending.ROPE),
+            (4096, 4096, Ending.RESIDUAL),
+            (14336, 4096, Ending.SILU),
+            (4096, 14336, Ending.RESIDUAL),
+        ):
+            shape = wide_shape(outputs, inputs, rows, ending, "bfloat16")
+            assert shape is not None, f"wide.cu has no cut for {outputs} outputs of {inputs} inputs, {rows} rows"
+            writes, norm = (heads if ending is Ending.ROPE else None), ending is not Ending.RESIDUAL
+            yield wide(outputs, inputs, rows, "bfloat16", ending, shape, norm=norm, heads=writes).kernel
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -57,7 +57,8 @@ class Gpu:
         _, self._lowest, highest = driver.cuCtxGetStreamPriorityRange()
         self._use(highest)
         self._modules: dict[Kernel, Any] = {}
-        self._functions: dict[tuple[Kernel, str], Any] = {}
+        self._functions: dict[tuple[Kernel, str, int], Any] = {}
+        self._limits: dict[tuple[Kernel, str], int] = {}
         self._held: list[Any] = []
         self.name = card.name()
         self.arch = architecture(*card.compute_capability())
@@ -65,14 +66,17 @@ class Gpu:
         self.multiprocessors = card.get_attribute(cuda.device_attribute.MULTIPROCESSOR_COUNT)
         self.shared_per_multiprocessor = card.get_attribute(cuda.device_attribute.MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)
         self.cache_dir = cache_dir
-        overlapped = driver.CUlaunchAttribute()
+        overlapped, yielding = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
         overlapped.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         overlapped.value.programmaticStreamSerializationAllowed = 1
-        self._overlapped = [overlapped]
+        yielding.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PRIORITY
+        yielding.value.priority = min(highest + 1, self._lowest)
+        self._overlapped, self._yielding = overlapped, yielding
 
     def _use(self, priority: int) -> None:
         """A new stream, which never waits for the legacy default stream."""
         flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value
+        self._priority = priority
         self._stream = self._check(self._driver.cuStreamCreateWithPriority(flags, priority))
         self.stream = torch.cuda.ExternalStream(int(self._stream))
 
@@ -80,6 +84,12 @@ class Gpu:
         """The same card by another stream, for another thread: what it launches yields to the steps on ours."""
         other = copy.copy(self)
         other._use(self._lowest)
+        return other
+
+    def twin(self) -> Gpu:
+        """The same card by another stream of the same priority, for the same thread."""
+        other = copy.copy(self)
+        other._use(self._priority)
         return other
 
     # ---- memory ---------------------------------------------------------------------------------------------------
@@ -175,8 +185,9 @@ class Gpu:
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             list(threads.map(lambda one: cubin(one, self.arch, self.cache_dir), dict.fromkeys(kernels)))
 
-    def launch(self, launch: Launch, *arguments: Argument, overlap: bool = True) -> None:
-        """With `overlap` it may start before its predecessor has ended: all our kernels wait by themselves."""
+    def launch(self, launch: Launch, *arguments: Argument, overlap: bool = True, yields: bool = False) -> None:
+        """With `overlap` it may start before its predecessor has ended: all our kernels wait by themselves. One that
+        `yields` starts after those of other streams that are ready, too."""
         values = [_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
         config = self._driver.CUlaunchConfig()
@@ -184,9 +195,12 @@ class Gpu:
         config.blockDimX, config.blockDimY, config.blockDimZ = launch.block, 1, 1
         config.sharedMemBytes = launch.shared
         config.hStream = self._stream
+        attributes = [self._yielding] if yields else []
         if overlap and self.clusters:  # older cards know no such attribute
-            config.attrs, config.numAttrs = self._overlapped, 1
-        function = self._functions.get((launch.kernel, launch.function)) or self._function(launch)
+            attributes.append(self._overlapped)
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        name = launch.kernel, launch.function, launch.shared
+        function = self._functions.get(name) or self._function(launch)
         self._check(self._driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
 
     def _function(self, launch: Launch) -> Any:
@@ -195,10 +209,12 @@ class Gpu:
             data = cubin(kernel, self.arch, self.cache_dir).read_bytes()
             self._modules[kernel] = self._check(driver.cuModuleLoadData(data))
         function = self._check(driver.cuModuleGetFunction(self._modules[kernel], launch.function.encode()))
-        if launch.shared > RAISE_SHARED:
+        raised = self._limits.get((kernel, launch.function), RAISE_SHARED)
+        if launch.shared > raised:
+            self._limits[kernel, launch.function] = launch.shared
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._check(driver.cuFuncSetAttribute(function, limit, launch.shared))
-        self._functions[kernel, launch.function] = function
+        self._functions[kernel, launch.function, launch.shared] = function
         return function
 
     def _check(self, result: tuple[Any, ...]) -> Any:

@@ -20,6 +20,8 @@ SAMPLE_ROW = struct.Struct("<3fi3fiQ3i12x")
 # struct State of advance.cu: tokens, positions, lengths, indices, remaining, tables, end_ids, ends, counts, counted;
 # table_width, end_width.
 ROW_STATE = struct.Struct("<10Q2i")
+# struct Ahead of attention_plan.cuh: addresses of weights, bytes of each.
+AHEAD = struct.Struct("<4Q4i")
 RING_HEADER = 8  # ints before an entry's tokens, in advance.cu
 
 RAISE_SHARED = 32 << 10  # a function may use 48 KiB unasked, what it declares itself included

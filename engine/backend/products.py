@@ -14,6 +14,8 @@ from engine.backend.launches import Heads, Launch, over
 from engine.backend.nvcc import kernel
 from engine.config import DTYPES
 
+WHOLE = 200 << 10  # bytes of a multiprocessor's shared memory, where a product has it to itself
+
 
 class Ending(enum.IntEnum):
     """What a product does with its sums; EPILOGUE of gemv.cu."""
@@ -199,12 +201,15 @@ def weight_box(ending: Ending, shape: SkinnyShape) -> int:
     return 32 if ending is Ending.SILU and shape.tiles == 1 else 64
 
 
-def skinny_shape(outputs: int, inputs: int, rows: int, ending: Ending, dtype: str) -> SkinnyShape | None:
-    """The cut for a product on a card of 9.0, or None where gemv.cu or cuBLAS is faster; measured on an H200."""
+def skinny_shape(
+    outputs: int, inputs: int, rows: int, ending: Ending, dtype: str, room: int = WHOLE
+) -> SkinnyShape | None:
+    """The cut for a product on a card of 9.0, or None where gemv.cu or cuBLAS is faster; measured on an H200. One with
+    few inputs takes at most `room` bytes for what is under way."""
     if dtype == "float32" or inputs % 64 != 0 or outputs % 64 != 0:
         return None
     if inputs < 2048:
-        return _narrow_shape(inputs, rows, ending)
+        return _narrow_shape(inputs, rows, ending, room)
     if ending is Ending.LOGITS:
         return SkinnyShape(32, 2, 2, 5) if 8 < rows <= 32 else None
     if rows <= (16 if ending is Ending.ROPE else 8) or rows > 128 or inputs % 256 != 0:
@@ -221,7 +226,7 @@ def skinny_shape(outputs: int, inputs: int, rows: int, ending: Ending, dtype: st
     return SkinnyShape(columns, 2, 2, 8, 2) if columns == 64 else SkinnyShape(columns, 2, 2, 5, 2, 2)
 
 
-def _narrow_shape(inputs: int, rows: int, ending: Ending) -> SkinnyShape | None:
+def _narrow_shape(inputs: int, rows: int, ending: Ending, room: int) -> SkinnyShape | None:
     """For few inputs: all of K under way at once, because the time that it takes to begin and to end is everything."""
     least = {Ending.LOGITS: 8, Ending.RESIDUAL: 32 if inputs < 1024 else 16, Ending.SILU: 16, Ending.ROPE: 32}
     if rows <= least[ending] or rows > (32 if ending is Ending.LOGITS else 256):
@@ -230,17 +235,20 @@ def _narrow_shape(inputs: int, rows: int, ending: Ending) -> SkinnyShape | None:
         return SkinnyShape(32, 2, 2, 2)
     split = 2 if ending is Ending.RESIDUAL and inputs % 384 == 0 and inputs >= 1024 else 1
     chunks = inputs // 64 // split
-    depth = next(depth for depth in (3, 2, 1) if chunks % depth == 0)
     columns, tiles = 32, 1
-    if ending is Ending.SILU:
+    if ending is Ending.SILU and room == WHOLE:
         columns, tiles = (16, 1) if rows <= 32 else (32, 2) if rows <= 128 else (64, 2)
-        depth = 1 if columns == 64 else depth
     elif ending is Ending.ROPE:
         columns = 16 if rows <= 128 else 32
     elif split == 2 and rows > 128:
         columns = 64
-    stages = min(chunks // depth, (200 << 10) // (depth * 128 * (64 * tiles + columns)))
-    return SkinnyShape(columns, tiles, tiles, stages, split, depth)
+    part = 128 * (64 * tiles + columns)  # bytes of 64 inputs
+    deepest = 1 if tiles == 2 and columns == 64 else 3
+    depth = next(
+        depth for depth in range(deepest, 0, -1)
+        if chunks % depth == 0 and (depth == 1 or room // (depth * part) >= min(2, chunks // depth))
+    )  # fmt: skip
+    return SkinnyShape(columns, tiles, tiles, min(chunks // depth, room // (depth * part)), split, depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +269,10 @@ def product(
     norm: bool,
     heads: Heads | None,
     hopper: bool,
+    room: int = WHOLE,
 ) -> Product | None:
     """The fastest of our kernels for a product; None where cuBLAS and the small kernels around it are faster still."""
-    shape = skinny_shape(outputs, inputs, rows, ending, dtype) if hopper else None
+    shape = skinny_shape(outputs, inputs, rows, ending, dtype, room) if hopper else None
     if shape is not None:
         return Product(skinny(outputs, inputs, rows, dtype, ending, shape, norm=norm, heads=heads), shape)
     if gemv_pays(outputs, inputs, rows, ending):

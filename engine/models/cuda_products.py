@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.backend import products
 from engine.backend.cuda import Gpu
 from engine.backend.launches import Heads
-from engine.backend.products import Ending
+from engine.backend.products import WHOLE, Ending
 from engine.backend.tensor_map import tensor_map
 from engine.models.llama import Llama
 
@@ -25,34 +25,44 @@ class Products:
 
     def __init__(self, gpu: Gpu, dtype: str, heads: Heads, eps: float, workspaces: Sequence[Tensor]) -> None:
         self._gpu, self._dtype, self._heads, self._eps = gpu, dtype, heads, eps
-        self._whole = {tensor.data_ptr(): tensor for tensor in workspaces}
+        self._workspaces = list(workspaces)
         self._maps: dict[tuple[int, int, int], bytes] = {}
 
-    def find(self, outputs: int, inputs: int, rows: int, ending: Ending, norm: bool) -> products.Product | None:
+    def find(
+        self, outputs: int, inputs: int, rows: int, ending: Ending, norm: bool, room: int = WHOLE
+    ) -> products.Product | None:
         heads = self._heads if ending is Ending.ROPE else None
         return products.product(
-            outputs, inputs, rows, self._dtype, ending, norm=norm, heads=heads, hopper=self._gpu.clusters
+            outputs, inputs, rows, self._dtype, ending, norm=norm, heads=heads, hopper=self._gpu.clusters, room=room
         )
 
     def launch(
-        self, weight: Tensor, x: Tensor, norm: Tensor | None, bias: Tensor | None, out: Tensor, ending: Ending,
-        rope: bytes | None = None,
+        self, gpu: Gpu, weight: Tensor, x: Tensor, norm: Tensor | None, bias: Tensor | None, out: Tensor,
+        ending: Ending, rope: bytes | None = None, room: int = WHOLE,
     ) -> bool:  # fmt: skip
         """out [rows, ...] from x [rows, inputs] and weight [inputs, outputs]; False where cuBLAS is faster."""
         rows, (inputs, columns) = x.shape[0], weight.shape
         outputs = columns // (2 if ending is Ending.SILU else 1)
-        found = self.find(outputs, inputs, rows, ending, norm is not None)
+        found = self.find(outputs, inputs, rows, ending, norm is not None, room)
         if found is None:
             return False
         more = () if rope is None else (rope,)
         if found.shape is None:
-            self._gpu.launch(found.launch, weight.t(), x, norm, bias, out, rows, self._eps, *more)
+            gpu.launch(found.launch, weight.t(), x, norm, bias, out, rows, self._eps, *more)
         else:
             w_map = self._map(weight.t(), products.weight_box(ending, found.shape))
-            x_map = self._map(self._whole[x.data_ptr()], found.shape.columns)
+            x_map = self._map(self._rest(x), found.shape.columns)
             stages = inputs // found.shape.inputs
-            self._gpu.launch(found.launch, w_map, x_map, bias, out, rows, outputs, stages, self._eps, *more)
+            gpu.launch(found.launch, w_map, x_map, bias, out, rows, outputs, stages, self._eps, *more)
         return True
+
+    def _rest(self, x: Tensor) -> Tensor:
+        """The workspace from the first row of x to its end."""
+        for whole in self._workspaces:
+            offset = x.data_ptr() - whole.data_ptr()
+            if 0 <= offset < whole.nbytes:
+                return whole[offset // (whole.stride(0) * whole.element_size()) :]
+        raise AssertionError("a product reads workspaces only")
 
     def _map(self, matrix: Tensor, box_rows: int) -> bytes:
         key = matrix.data_ptr(), matrix.shape[0], box_rows
@@ -69,3 +79,15 @@ def fold_norms(weights: Llama) -> None:
         for norm, weight in ((layer.attention_norm, layer.qkv), (layer.mlp_norm, layer.gate_up)):
             weight.mul_(norm[:, None])
             norm.fill_(1)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    if bias is None:
+        return torch.mm(x, weight, out=out)
+    return torch.addmm(bias, x, weight, out=out)
+
+
+def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    residual.addmm_(x, weight)
+    if bias is not None:
+        residual.add_(bias)
