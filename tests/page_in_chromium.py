@@ -71,6 +71,12 @@ def page(browser: Browser, protected: Cluster) -> Iterator[Page]:
     assert hosts == {f"127.0.0.1:{protected.topology.http_port}"}
 
 
+def unlock(page: Page, workers: int = 3) -> None:
+    page.fill("input[name=key]", KEY)
+    page.click("#key button")
+    expect(page.locator(".worker")).to_have_count(workers)
+
+
 def test_without_the_key_it_tells_nothing_and_asks_for_it(page: Page) -> None:
     expect(page.locator("#status")).to_have_text("an API key is needed")
     expect(page.locator(".worker")).to_have_count(0)
@@ -82,9 +88,7 @@ def test_without_the_key_it_tells_nothing_and_asks_for_it(page: Page) -> None:
 
 
 def test_a_chat_streams_and_requests_and_their_speed_are_shown(page: Page, protected: Cluster) -> None:
-    page.fill("input[name=key]", KEY)
-    page.click("#key button")
-    expect(page.locator(".worker")).to_have_count(3)
+    unlock(page)
     with others_at_work(protected):
         expect(page.locator("#requests tr").first).to_be_visible(timeout=20_000)
         expect(page.locator("#speed")).not_to_have_text("0.0", timeout=20_000)
@@ -101,11 +105,49 @@ def test_a_chat_streams_and_requests_and_their_speed_are_shown(page: Page, prote
     expect(page.locator("#turns p")).to_have_count(0)
 
 
+def test_a_new_chat_is_new_though_the_old_one_was_still_answering(page: Page) -> None:
+    unlock(page)
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.post_data or "") if "chat" in request.url else None)
+    page.fill("textarea", "Tell me a long story")
+    page.press("textarea", "Enter")
+    expect(page.locator("#turns p[data-who=model]")).not_to_be_empty(timeout=20_000)
+    page.click("#forget")
+    expect(page.locator("#stop")).to_be_hidden()
+    expect(page.locator("#turns p")).to_have_count(0)
+    page.fill("textarea", "And another")
+    page.click("#send")
+    expect(page.locator("#turns p[data-who=model]")).not_to_be_empty(timeout=20_000)
+    assert "another" in sent[-1] and "story" not in sent[-1]
+
+
+def test_on_a_narrow_screen_only_the_table_is_wider_than_the_window(page: Page) -> None:
+    page.set_viewport_size({"width": 360, "height": 800})
+    unlock(page)
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    inside = "([...document.querySelectorAll('.worker')].map((card) => card.getBoundingClientRect().right))"
+    assert max(page.evaluate(inside)) <= 350
+    page.screenshot(path=SHOTS / "narrow.png", full_page=True)
+
+
 def test_the_map_is_coloured_by_state(page: Page) -> None:
-    page.fill("input[name=key]", KEY)
-    page.click("#key button")
+    unlock(page)
     expect(page.locator(".map")).to_have_count(3)
     free = page.evaluate("color('free')")
     pixel = page.evaluate("[...document.querySelector('.map').getContext('2d').getImageData(1, 1, 1, 1).data]")
     assert pixel[3] == 255 and free.startswith("rgb")
     assert len({page.evaluate(f"color('{state}')") for state in ("in use", "leased", "cached", "free")}) == 4
+
+
+def test_a_worker_that_dies_is_shown_as_away_and_a_router_that_ends_as_silent(
+    browser: Browser, protected: Cluster, tmp_path: Path, model_cache: Path
+) -> None:
+    with running_cluster(tmp_path, cache_dir=model_cache) as cluster, browser.new_page() as page:
+        page.goto(cluster.topology.url)
+        unlock(page, workers=2)
+        cluster.kill("decode-1")
+        expect(page.locator(".worker .bad")).to_contain_text("away: ", timeout=20_000)
+        expect(page.locator(".worker")).to_have_count(2)
+        expect(page.locator("#status")).to_contain_text("not ready")
+        cluster.kill("router")
+        expect(page.locator("#status")).to_have_text("the router does not answer", timeout=20_000)

@@ -12,8 +12,8 @@ import pytest
 from cluster import Cluster
 from router_front import HELLO
 
-from engine.messages import PrefillAccepted, RequestKey, Ticket, WorkerLoad
-from engine.types import SamplingParams
+from engine.messages import FirstToken, PrefillAccepted, RequestKey, Ticket, WorkerLoad
+from engine.types import SamplingParams, Token
 from router.actions import RouterRequest
 from router.admission import RouterConfig
 from router.dispatch import Dispatcher
@@ -110,6 +110,12 @@ def test_a_request_is_shown_in_the_stage_that_it_is_in() -> None:
     made.on_event("p:1", Role.PREFILL, PrefillAccepted(RequestKey(number, 1), ticket, 0), 2.0)
     (shown,) = snapshot(made, {}, 2.0)["requests"]
     assert shown["workers"] == {"prefill": "p:1", "decode": "d:1"} and shown["tokens"] == 0
+    made.on_event("p:1", Role.PREFILL, FirstToken(RequestKey(number, 1), Token(0, 5)), 3.0)
+    (shown,) = snapshot(made, {}, 3.5)["requests"]
+    assert (shown["stage"], shown["tokens"]) == ("transfer", 1)
+    made.on_event("d:1", Role.DECODE, FirstToken(RequestKey(number, 1, 1), Token(0, 5)), 4.0)
+    (shown,) = snapshot(made, {}, 4.5)["requests"]
+    assert (shown["stage"], shown["stage_seconds"], shown["workers"]) == ("decode", 0.5, {"decode": "d:1"})
     json.dumps(shown)
 
 

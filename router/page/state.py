@@ -72,7 +72,7 @@ def _stage(flow: Flow) -> tuple[str, float]:
     """Where it is and since when: queued, prefill, transfer or decode."""
     decode, prefill = flow.legs.get(Role.DECODE), flow.legs.get(Role.PREFILL)
     if decode is not None and (decode.state is LegState.RUNNING or prefill is None):
-        return "decode", decode.placed_at
+        return "decode", decode.placed_at if decode.running_since is None else decode.running_since
     if prefill is not None and len(flow.log) == flow.base:
         return "prefill", prefill.placed_at
     if decode is not None:
