@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from router.config import CannotServe, Settings
+from router.config import SAMPLING, CannotServe, Settings
 from router.dispatch import Dispatcher
 from router.driver import Driver
 from router.front import Deadlines, Front
@@ -94,9 +94,14 @@ class Router:
         names = settings.names or (prepared.name,)
         self._model.progress("loading the tokenizer")
         try:
-            self._model.set(await asyncio.to_thread(TextModel, names, prepared.directory))
+            own = settings.generation_config == "auto"
+            model = await asyncio.to_thread(TextModel, names, prepared.directory, own_defaults=own)
         except (NoTokenizer, BadTemplate) as error:
             raise CannotServe(str(error)) from error
+        self._model.set(model)
+        if model.defaults:
+            told = ", ".join(f"{field} {value:g}" for field, value in model.defaults.items())
+            self._say(f"{SAMPLING} {told}, of generation_config.json; --generation-config none leaves them out")
         self._dispatcher.workers.model_digest = prepared.digest
         _spare_collections()
         await self._sessions.run(self._driver)

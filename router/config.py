@@ -15,6 +15,7 @@ from router.workers import Role
 from wire.flags import BadOption, Parser, add_security_flags, seconds, security_of, whole
 from wire.security import Security
 
+SAMPLING = "sampling unless a request says otherwise:"  # how the line about it begins, which `pagewire up` shows
 DEFAULT_PORTS = {Role.PREFILL: 50061, Role.DECODE: 50071}
 
 
@@ -32,6 +33,7 @@ class Settings:
     port: int = 50051
     http_port: int = 8000
     metrics_compat: str | None = None  # "vllm": its names too
+    generation_config: str = "auto"  # the model's own sampling defaults; "none": everybody's
     api_key: str | None = field(default=None, repr=False)  # of the HTTP port; None leaves it to the deployment's token
     targets: Sequence[tuple[Role, str]] = ()  # host:port of workers; a DNS name stands for all its addresses
     cache_dir: Path | None = None
@@ -58,6 +60,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         port=given.port,
         http_port=given.http_port,
         metrics_compat=given.metrics_compat,
+        generation_config=given.generation_config,
         api_key=_key(given.api_key),
         targets=tuple(dict.fromkeys(targets)),
         cache_dir=given.cache_dir,
@@ -100,6 +103,12 @@ def _parser() -> Parser:
     add("--port", type=whole(0, 65535), default=50051, help="gRPC port; 0 lets the system choose (%(default)s)")
     add("--http-port", type=whole(0, 65535), default=8000, help="of OpenAI's API and /metrics (%(default)s)")
     add("--metrics-compat", choices=("vllm",), help="/metrics shows the same values under vLLM's names too")
+    add(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="whether the sampling defaults of the model's generation_config.json apply (%(default)s)",
+    )
     add("--api-key", help="what HTTP clients must show; better in PAGEWIRE_API_KEY (default: the deployment's token)")
     add("--prefill", action="append", metavar="HOST:PORT", help="prefill workers (repeat, or separate by commas)")
     add("--decode", action="append", metavar="HOST:PORT", help="decode workers; a name stands for all its addresses")

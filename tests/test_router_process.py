@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -25,7 +26,7 @@ from engine.types import SamplingParams
 from pagewire.client import AsyncClient, PagewireError
 from prefill_service.servicer import PrefillServicer
 from router import assembly, border
-from router.config import Settings
+from router.config import SAMPLING, Settings, parse
 from router.preparing import Prepared
 from router.workers import Role
 from wire.channel import open_channel, open_server
@@ -156,7 +157,9 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(directory: Path, monkeypatch: pytest.MonkeyPatch, grace: float) -> AsyncIterator[Running]:
+async def running(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, grace: float, **settings: Any
+) -> AsyncIterator[Running]:
     async def prepare(*_: object) -> Prepared:
         await asyncio.sleep(0.3)
         return Prepared("fake", directory, FAKE_MODEL)
@@ -168,7 +171,7 @@ async def running(directory: Path, monkeypatch: pytest.MonkeyPatch, grace: float
     health = Health(server, [border.SERVICE])
     said: list[str] = []
     http = listen("127.0.0.1", 0, Security())
-    router = assembly.Router(Settings("fake", targets=targets, grace=grace), health, http, said.append)
+    router = assembly.Router(Settings("fake", targets=targets, grace=grace, **settings), health, http, said.append)
     border.add_to_server(lambda: router.service, server)
     port = bind(server, "127.0.0.1", 0, Security())
     await server.start()
@@ -201,6 +204,23 @@ async def test_it_is_ready_when_model_and_workers_are_there_and_says_why_not_bef
             await asyncio.sleep(0.02)
         await channel.close()
         assert it.said == ["ready"] and (await client.models())[0].id == "fake"
+
+
+@pytest.mark.parametrize("own", [True, False])
+async def test_the_models_own_sampling_is_told_and_can_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    directory = make_model_dir(tmp_path, generation_config={"temperature": 0.6, "max_new_tokens": 3})
+    flag = parse(["--model", "x", "--generation-config", "auto" if own else "none"], {}).generation_config
+    async with (
+        running(directory, monkeypatch, 1.0, generation_config=flag) as it,
+        AsyncClient(it.address) as client,
+    ):
+        await until(lambda: "ready" in it.said, 10.0)
+        told = f"{SAMPLING} temperature 0.6, max_tokens 3, of generation_config.json"
+        assert [line for line in it.said if told in line] == it.said[:-1] and len(it.said) == 1 + own
+        result = await client.generate("hello", timeout=20)
+        assert (result.usage.completion_tokens == 3) is own
 
 
 async def test_a_drain_lets_streams_end_and_takes_no_new_request(

@@ -51,6 +51,7 @@ class Topology:
     prefill_http_port: int = 8061  # of /metrics; the n-th worker of a kind adds n - 1
     decode_http_port: int = 8071
     metrics_compat: str | None = None
+    generation_config: str | None = None
     threads: int | None = None
     kv_memory: str | None = None
     block_size: int | None = None
@@ -110,6 +111,8 @@ def programs(topology: Topology) -> list[Program]:
         workers.append(Program(f"{role}-{number}", role, argv, address, WORKER_SERVICES[role]))
     argv = (*python, "router", "--host", topology.host, "--port", str(topology.port), *_model_flags(topology))
     argv += ("--http-port", str(topology.http_port))
+    if topology.generation_config is not None:
+        argv += ("--generation-config", topology.generation_config)
     for role, known in addresses.items():
         argv += (f"--{role}", ",".join(known))
     return [Program("router", "router", argv, topology.address, ROUTER_SERVICE), *workers]

@@ -72,6 +72,9 @@ Dtype = Annotated[
     str | None, typer.Option(help="auto, float32, bfloat16 or float16 (default: auto, float32 on the CPU).")
 ]
 MetricsCompat = Annotated[str | None, typer.Option(help="vllm: /metrics has the same values by vLLM's names too.")]
+GenerationConfig = Annotated[
+    str | None, typer.Option(help="none leaves out the sampling defaults of generation_config.json (default: auto).")
+]
 RowTile = Annotated[int | None, typer.Option(min=1, max=1024, help="Deterministic mode: rows per linear, such as 16.")]
 
 ApiKey = Annotated[

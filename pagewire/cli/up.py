@@ -23,6 +23,7 @@ from pagewire.cli.failure import CommandFailed
 from pagewire.cli.phases import Phases
 from pagewire.cli.processes import Child, child_environment
 from pagewire.cli.status import print_deployment
+from router.config import SAMPLING
 from wire.options import ON_CPU
 from wire.security import Security
 
@@ -139,6 +140,8 @@ async def _start(topology: Topology, deployment: Deployment, phases: Phases, con
     def said(name: str, phase: str) -> None:
         if console and name == "router" and " running, " in phase:
             console.print(phase, markup=False, soft_wrap=True, style="dim")
+        if phase.startswith(SAMPLING):
+            phases.tell(name, phase)
         if phase.startswith(ON_CPU) and phase not in told:  # once for all workers
             told.add(phase)
             phases.tell("workers", phase)

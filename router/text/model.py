@@ -50,9 +50,11 @@ class Prompt:
 
 class TextModel:
     """`names` are what clients may call it, the first one is its id. `tokenizer` is the directory of another tokenizer,
-    whose chat template comes before the model's."""
+    whose chat template comes before the model's. `own_defaults`: generation_config.json says how to sample."""
 
-    def __init__(self, names: Sequence[str], directory: Path, tokenizer: Path | None = None) -> None:
+    def __init__(
+        self, names: Sequence[str], directory: Path, tokenizer: Path | None = None, own_defaults: bool = True
+    ) -> None:
         self.names = tuple(names)
         self.directory = directory
         self.tokenizer = Tokenizer.load(tokenizer or directory)
@@ -60,7 +62,8 @@ class TextModel:
         config = _read_json(directory / "config.json")
         self.vocab_size: int = config.get("vocab_size") or self.tokenizer.vocab_size
         self.max_model_len: int = config.get("max_position_embeddings") or 0  # 0: only the workers know
-        self.defaults = sampling_defaults(_read_json(directory / "generation_config.json"))
+        told = _read_json(directory / "generation_config.json") if own_defaults else {}
+        self.defaults = sampling_defaults(told)
         self._executor = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
         self._waiting = 0
 
