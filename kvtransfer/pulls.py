@@ -23,8 +23,9 @@ from kvtransfer.channels import Channels
 from kvtransfer.paths import Cache, Copy, CopyFailed, NoPath, Route
 from kvtransfer.transports.grpc_bytes import Chunk, CorruptBlock, Destinations, Receiver, pull_of
 from kvtransfer.watch import Watch
-from wire.codec import InvalidMessage, pull_event_from_pb, pull_request_to_pb, readable
+from wire.codec import InvalidMessage, readable
 from wire.logs import about, get_logger
+from wire.pulling import pull_event_from_pb, pull_request_to_pb
 from wire.session import Outbound
 from wire.tasks import cancel_all
 

@@ -26,9 +26,10 @@ from kvtransfer.transports.grpc_bytes import SERVICE, chunks, encoded
 from kvtransfer.watch import Watch
 from protos import worker_pb2, worker_pb2_grpc
 from wire.channel import write
-from wire.codec import UNREADABLE, pull_event_to_pb, pull_request_from_pb
+from wire.codec import UNREADABLE
 from wire.logs import about, get_logger
 from wire.pairing import pair_reply_to_pb, pair_request_from_pb
+from wire.pulling import pull_event_to_pb, pull_request_from_pb
 from wire.session import Outbound
 from wire.tasks import cancel_all
 

@@ -18,7 +18,7 @@ from router_front import HELLO
 from engine import messages as m
 from engine.types import FinishReason, SamplingParams, Token
 from protos import generation_pb2 as gpb
-from wire import codec
+from wire import codec, pulling
 
 FD = FieldDescriptor
 PARAMS = SamplingParams(temperature=0, seed=1, max_tokens=12)
@@ -146,7 +146,7 @@ def pull_requests(ticket: m.Ticket, key: m.RequestKey, digest: bytes) -> list[Me
     handle = m.BlockHandle(1, 0, 0, 99)
     opens = [m.PullOpen(ticket.id, key, ticket.owner.incarnation, kind, digest) for kind in ("grpc", "grpc", "local")]
     others = [m.PullWant((0, 1, 2)), m.PullWant((0,)), m.PullCopied((handle,)), m.PullDone(), m.Heartbeat(1)]
-    return [codec.pull_request_to_pb(request) for request in [*opens, *others]]
+    return [pulling.pull_request_to_pb(request) for request in [*opens, *others]]
 
 
 def worker_events(key: m.RequestKey, index: int = 0) -> list[m.PrefillEvent | m.DecodeEvent]:

@@ -50,7 +50,7 @@ from router.admission import RouterConfig
 from router.dispatch import Dispatcher
 from router.status import RequestError, abort
 from router.workers import Role
-from wire import codec
+from wire import codec, pulling
 
 NEVER = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 MINE, FUZZ = 1, 2  # sessions: the bystander's, and the one that talks nonsense
@@ -71,7 +71,7 @@ KEY = m.RequestKey(5, 1, 1)
 READERS: list[tuple[type[Message], Callable[[Any], Any], list[Message]]] = [
     (wpb.PrefillCommand, codec.prefill_command_from_pb, prefill_commands(5)),
     (wpb.DecodeCommand, codec.decode_command_from_pb, decode_commands(5, TICKET)),
-    (wpb.PullRequest, codec.pull_request_from_pb, pull_requests(TICKET, KEY, b"d")),
+    (wpb.PullRequest, pulling.pull_request_from_pb, pull_requests(TICKET, KEY, b"d")),
 ]  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def test_a_prefill_worker_takes_nonsense_on_both_its_services_and_serves_its_oth
             corpus = pull_requests(ticket, key._replace(placement=pull), digest)
             pull += 1
             for _ in range(rng.randint(1, 5)):
-                request = understood(nonsense(rng, corpus), wpb.PullRequest, codec.pull_request_from_pb)
+                request = understood(nonsense(rng, corpus), wpb.PullRequest, pulling.pull_request_from_pb)
                 if request is not None:
                     worker.apply(core.pull_message(pull, request, worker.now))
             if rng.random() < 0.9:
@@ -207,7 +207,7 @@ class Bystander(World):
         try:
             event = decoded(data)
             if not isinstance(event, Chunk):
-                self.apply(self.core.pull_event(pull, codec.pull_event_from_pb(event), self.now))
+                self.apply(self.core.pull_event(pull, pulling.pull_event_from_pb(event), self.now))
             elif (digest := self.pulls[pull].receive(event)) is not None:
                 self.apply(self.core.copied(pull, {event.position: digest}, self.now))
             self.messages += 1
@@ -237,7 +237,7 @@ def pull_events(world: Bystander, request: int, first: int) -> list[Message]:
         m.Heartbeat(1),
     ]
     data = [wpb.PullEvent.FromString(each) for place in range(3) for each in chunks(place, empty.block_bytes(0))]
-    return [*(codec.pull_event_to_pb(event) for event in events), *data]
+    return [*(pulling.pull_event_to_pb(event) for event in events), *data]
 
 
 def test_a_decode_worker_takes_nonsense_from_router_and_owner_and_serves_its_other_router() -> None:

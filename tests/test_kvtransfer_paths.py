@@ -25,7 +25,7 @@ from kvtransfer.peers import MAX_PEERS
 from kvtransfer.ticket import layout_digest
 from kvtransfer.transports import nixl
 from protos import worker_pb2, worker_pb2_grpc
-from wire.codec import pull_request_to_pb
+from wire.pulling import pull_request_to_pb
 
 
 def _missing() -> str:

@@ -20,9 +20,9 @@ from engine.types import FinishReason
 from kvtransfer.ticket import layout_digest
 from protos import worker_pb2, worker_pb2_grpc
 from wire.channel import open_server
-from wire.codec import pull_event_to_pb, pull_request_to_pb
 from wire.liveness import SILENCE_S
 from wire.pairing import pair_reply_to_pb
+from wire.pulling import pull_event_to_pb, pull_request_to_pb
 from wire.security import Security
 
 BLOCK_BYTES = 5 << 19  # two and a half messages

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine import messages as m
 from engine.types import Candidate, FinishReason, SamplingParams, Token, TokenLogprob
 from protos import worker_pb2 as wpb
-from wire import codec
+from wire import codec, pulling
 
 settings.register_profile("codec", deadline=None, max_examples=60)
 settings.load_profile("codec")
@@ -146,12 +146,12 @@ def test_decode_events_survive(event: Any) -> None:
 
 @given(pull_requests)
 def test_pull_requests_survive(request: Any) -> None:
-    assert over_the_wire(request, codec.pull_request_to_pb, codec.pull_request_from_pb) == request
+    assert over_the_wire(request, pulling.pull_request_to_pb, pulling.pull_request_from_pb) == request
 
 
 @given(pull_events)
 def test_pull_events_survive(event: Any) -> None:
-    assert over_the_wire(event, codec.pull_event_to_pb, codec.pull_event_from_pb) == event
+    assert over_the_wire(event, pulling.pull_event_to_pb, pulling.pull_event_from_pb) == event
 
 
 @given(st.binary(max_size=200))
@@ -162,8 +162,8 @@ def test_garbled_messages_are_refused_by_name(data: bytes) -> None:
         (wpb.DecodeCommand, codec.decode_command_from_pb),
         (wpb.PrefillEvent, codec.prefill_event_from_pb),
         (wpb.DecodeEvent, codec.decode_event_from_pb),
-        (wpb.PullRequest, codec.pull_request_from_pb),
-        (wpb.PullEvent, codec.pull_event_from_pb),
+        (wpb.PullRequest, pulling.pull_request_from_pb),
+        (wpb.PullEvent, pulling.pull_event_from_pb),
     ]
     for kind, read in readers:
         try:

@@ -1,4 +1,4 @@
-"""Protobuf on one side, engine.messages on the other: the only place where the two meet.
+"""Protobuf on one side, engine.messages on the other: only here, in wire.pairing and in wire.pulling do the two meet.
 
 `..._to_pb` builds a wire message, `..._from_pb` reads one. Reading raises InvalidMessage for a peer's nonsense
 (an unset oneof, a value out of range); callers count it and end that stream or job, never the process.
@@ -478,7 +478,7 @@ def _refused_to_pb(refused: m.Refused) -> wpb.Refused:
     )
 
 
-def _failed_to_pb(failed: m.Failed) -> wpb.Failed:
+def failed_to_pb(failed: m.Failed) -> wpb.Failed:
     return wpb.Failed(
         key=key_to_pb(failed.key), reason=_number(failed.reason), resumable=failed.resumable, facts=failed.facts
     )
@@ -489,7 +489,7 @@ def _refused_from_pb(pb: wpb.Refused) -> m.Refused:
     return m.Refused(key_from_pb(pb.key), reason, from_duration(pb.retry_after), dict(pb.facts))
 
 
-def _failed_from_pb(pb: wpb.Failed) -> m.Failed:
+def failed_from_pb(pb: wpb.Failed) -> m.Failed:
     return m.Failed(key_from_pb(pb.key), _reason_from_number(pb.reason), pb.resumable, dict(pb.facts))
 
 
@@ -510,7 +510,7 @@ def prefill_event_to_pb(event: m.PrefillEvent | m.WorkerHello) -> wpb.PrefillEve
         case m.Refused():
             return wpb.PrefillEvent(refused=_refused_to_pb(event))
         case m.Failed():
-            return wpb.PrefillEvent(failed=_failed_to_pb(event))
+            return wpb.PrefillEvent(failed=failed_to_pb(event))
         case m.CacheChange():
             return wpb.PrefillEvent(
                 cache_change=wpb.CacheChange(sealed=event.sealed, evicted=event.evicted, sequence=event.sequence)
@@ -531,7 +531,7 @@ def prefill_event_from_pb(pb: wpb.PrefillEvent) -> m.PrefillEvent | m.WorkerHell
         case "refused":
             return _refused_from_pb(pb.refused)
         case "failed":
-            return _failed_from_pb(pb.failed)
+            return failed_from_pb(pb.failed)
         case "cache_change":
             change = pb.cache_change
             return m.CacheChange(tuple(change.sealed), tuple(change.evicted), change.sequence)
@@ -552,7 +552,7 @@ def decode_event_to_pb(event: m.DecodeEvent | m.WorkerHello) -> wpb.DecodeEvent:
         case m.Refused():
             return wpb.DecodeEvent(refused=_refused_to_pb(event))
         case m.Failed():
-            return wpb.DecodeEvent(failed=_failed_to_pb(event))
+            return wpb.DecodeEvent(failed=failed_to_pb(event))
 
 
 def decode_event_from_pb(pb: wpb.DecodeEvent) -> m.DecodeEvent | m.WorkerHello:
@@ -568,102 +568,6 @@ def decode_event_from_pb(pb: wpb.DecodeEvent) -> m.DecodeEvent | m.WorkerHello:
         case "refused":
             return _refused_from_pb(pb.refused)
         case "failed":
-            return _failed_from_pb(pb.failed)
+            return failed_from_pb(pb.failed)
         case _:
             raise InvalidMessage("an event without content")
-
-
-# ---- pull -----------------------------------------------------------------------------------------------------
-
-
-def _handle_to_pb(handle: m.BlockHandle) -> wpb.BlockHandle:
-    return wpb.BlockHandle(**handle._asdict())
-
-
-def _handle_from_pb(pb: wpb.BlockHandle) -> m.BlockHandle:
-    return m.BlockHandle(pb.id, pb.generation, pb.position, pb.digest)
-
-
-def pull_request_to_pb(request: m.PullRequest) -> wpb.PullRequest:
-    match request:
-        case m.PullOpen():
-            return wpb.PullRequest(
-                open=wpb.PullOpen(
-                    ticket=request.ticket,
-                    key=key_to_pb(request.key),
-                    owner_incarnation=request.owner_incarnation,
-                    transport=request.transport,
-                    layout_digest=request.layout_digest,
-                    window_bytes=request.window_bytes,
-                    request_id=request.request_id,
-                )
-            )
-        case m.PullWant():
-            return wpb.PullRequest(want=wpb.PullWant(positions=request.positions))
-        case m.PullCopied():
-            return wpb.PullRequest(copied=wpb.PullCopied(blocks=map(_handle_to_pb, request.blocks)))
-        case m.PullDone():
-            return wpb.PullRequest(done=wpb.PullDone())
-        case m.Heartbeat():
-            return wpb.PullRequest(heartbeat=wpb.Heartbeat(sequence=request.sequence))
-
-
-def pull_request_from_pb(pb: wpb.PullRequest) -> m.PullRequest:
-    match pb.WhichOneof("request"):
-        case "open":
-            return m.PullOpen(
-                ticket=pb.open.ticket,
-                key=key_from_pb(pb.open.key),
-                owner_incarnation=pb.open.owner_incarnation,
-                transport=pb.open.transport,
-                layout_digest=pb.open.layout_digest,
-                window_bytes=pb.open.window_bytes,
-                request_id=pb.open.request_id[:MAX_LABEL],
-            )
-        case "want":
-            return m.PullWant(tuple(pb.want.positions))
-        case "copied":
-            return m.PullCopied(tuple(map(_handle_from_pb, pb.copied.blocks)))
-        case "done":
-            return m.PullDone()
-        case "heartbeat":
-            return m.Heartbeat(pb.heartbeat.sequence)
-        case _:
-            raise InvalidMessage("a pull request without content")
-
-
-def pull_event_to_pb(event: m.PullEvent) -> wpb.PullEvent:
-    match event:
-        case m.PullOpened():
-            return wpb.PullEvent(opened=wpb.PullOpened(layout_digest=event.layout_digest))
-        case m.BlocksSealed():
-            return wpb.PullEvent(sealed=wpb.BlocksSealed(blocks=map(_handle_to_pb, event.blocks)))
-        case m.BlocksValid():
-            return wpb.PullEvent(
-                valid=wpb.BlocksValid(positions=event.positions, stale_positions=event.stale_positions)
-            )
-        case m.FirstToken():
-            return wpb.PullEvent(first_token=first_token_to_pb(event))
-        case m.Failed():
-            return wpb.PullEvent(failed=_failed_to_pb(event))
-        case m.Heartbeat():
-            return wpb.PullEvent(heartbeat=wpb.Heartbeat(sequence=event.sequence))
-
-
-def pull_event_from_pb(pb: wpb.PullEvent) -> m.PullEvent:
-    """BlockData is not read here: its bytes go straight from the message into a block (kvtransfer.transports)."""
-    match pb.WhichOneof("event"):
-        case "opened":
-            return m.PullOpened(pb.opened.layout_digest)
-        case "sealed":
-            return m.BlocksSealed(tuple(map(_handle_from_pb, pb.sealed.blocks)))
-        case "valid":
-            return m.BlocksValid(tuple(pb.valid.positions), tuple(pb.valid.stale_positions))
-        case "first_token":
-            return first_token_from_pb(pb.first_token)
-        case "failed":
-            return _failed_from_pb(pb.failed)
-        case "heartbeat":
-            return m.Heartbeat(pb.heartbeat.sequence)
-        case _:
-            raise InvalidMessage("a pull event without content")
