@@ -168,21 +168,21 @@ def cuts(product: Product, across: int) -> list[GemvShape]:
     """What --sweep tries: what fits, keeps warps and card evenly busy and has enough copies under way."""
     silu, small = product.ending is Ending.SILU, product.inputs < 2048
     found = []
-    for out_tiles, split, warps, chunk, stages in itertools.product(
-        (1, 2, 3, 4, 6, 7), (1, 2), (4, 6, 8, 9, 12, 16, 18, 24), (32, 64), (1, 2, 3, 4)
+    for out_tiles, warps, chunk, stages in itertools.product(
+        (1, 2, 3, 4, 6, 7), (4, 6, 8, 9, 12, 16, 18, 24), (32, 64), (1, 2, 3, 4)
     ):
-        tiles = out_tiles * (2 if silu and split == 1 else 1)
-        chunks = product.inputs // chunk // (1 if silu else split)
-        blocks = -(-product.outputs // (16 * out_tiles)) * split
-        cut = GemvShape(tiles, across, warps, stages, chunk, split)
+        tiles = out_tiles * (2 if silu else 1)
+        chunks = product.inputs // chunk
+        blocks = -(-product.outputs // (16 * out_tiles))
+        cut = GemvShape(tiles, across, warps, stages, chunk)
         ahead = stages * (2 * tiles + across + product.norm) * chunk // 8
         registers = ahead + 4 * tiles * across + 48
-        if registers > min(255, 65536 // (warps * 32)) or product.inputs % (chunk * split) or warps > chunks:
+        if registers > min(255, 65536 // (warps * 32)) or product.inputs % chunk or warps > chunks:
             continue
         if (chunks % warps and chunks // warps < 8) or stages > -(-chunks // warps):
             continue
         if small:
-            if out_tiles <= 2 and split == 1 and warps > 4 and warps != 16:
+            if out_tiles <= 2 and warps > 4 and warps != 16:
                 found.append(cut)
             continue
         resident = min(4, 65536 // (registers * warps * 32), max(1, blocks // 132))
@@ -211,9 +211,9 @@ def sweep(row_counts: Iterable[int], names: Iterable[str]) -> list[dict[str, Any
             for overlapped, plain, cut in timed:
                 results.append(
                     {"product": product.name, "rows": rows, "overlap_us": overlapped, "us": plain, "floor_us": floor,
-                     "cut": [cut.tiles, cut.m_tiles, cut.warps, cut.stages, cut.chunk, cut.split]}
+                     "cut": [cut.tiles, cut.m_tiles, cut.warps, cut.stages, cut.chunk]}
                 )  # fmt: skip
-            best = ", ".join(f"{c.tiles}/{c.warps}/{c.stages}/{c.chunk}/{c.split} {o:.1f}" for o, _, c in timed[:5])
+            best = ", ".join(f"{c.tiles}/{c.warps}/{c.stages}/{c.chunk} {o:.1f}" for o, _, c in timed[:5])
             print(
                 f"  {product.name:12s} rows {rows:3d} floor {floor:6.1f} us: {best} .. {timed[-1][0]:.1f}", flush=True
             )
@@ -409,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "cuda": torch.version.cuda,
     }  # fmt: skip
     if arguments.sweep is not None:
-        print("cuts: tiles/warps/stages/chunk/split, us overlapped")
+        print("cuts: tiles/warps/stages/chunk, us overlapped")
         found["sweep"] = sweep(arguments.rows, names)
     else:
         sections: dict[str, Callable[[], Any]] = {

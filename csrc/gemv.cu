@@ -8,12 +8,10 @@
 // nothing waits for anybody before the sums of the warps meet at the end. (Asynchronous copies of such pieces into shared
 // memory cost a multiprocessor 38 cycles for each 512 bytes, more than the memory needs.) Whatever else the ending reads
 // is fetched meanwhile. All but x and what the ending reads is fetched before the kernel before this one has ended.
-// With SPLIT 2, two blocks of a cluster share the work and read each other's sums at the end: each has one half of K or,
-// with EPILOGUE 2, one has the gate rows and the other the up rows. It doubles what each x that is read is used for.
 // Blocks begin at different places of K: all reading the same piece of x at once would queue up at one slice of the L2.
 //
-// Settings: N outputs, K, TILES, M_TILES (8 rows of x each), WARPS, STAGES (chunks that a warp has under way), CHUNK (32 or 64 of K), SPLIT, NORM, EPILOGUE,
-// DTYPE. With EPILOGUE 2, w holds N gate rows and then N up rows; without a split, TILES counts both.
+// Settings: N outputs, K, TILES, M_TILES (8 rows of x each), WARPS, STAGES (chunks that a warp has under way), CHUNK (32 or
+// 64 of K), NORM, EPILOGUE, DTYPE. With EPILOGUE 2, w holds N gate rows and then N up rows, and TILES counts both.
 #include "common.cuh"
 #include "rope.cuh"
 
@@ -25,11 +23,10 @@
 
 constexpr int THREADS = WARPS * WARP;
 constexpr int ROWS = M_TILES * 8;
-constexpr bool BY_HALF = EPILOGUE == SILU && SPLIT == 2;  // else a split is one of K
-constexpr int OUT_TILES = EPILOGUE == SILU && SPLIT == 1 ? TILES / 2 : TILES;
+constexpr int OUT_TILES = EPILOGUE == SILU ? TILES / 2 : TILES;
 constexpr int OUT = OUT_TILES * 16;  // outputs of a block; the last block repeats some of its neighbour's
-[[maybe_unused]] constexpr int CHUNKS = K / CHUNK / (BY_HALF ? 1 : SPLIT);  // of a block
-static_assert(K % (CHUNK * SPLIT) == 0 && N % 16 == 0 && OUT <= N && (EPILOGUE != SILU || SPLIT == 2 || TILES % 2 == 0),
+[[maybe_unused]] constexpr int CHUNKS = K / CHUNK;
+static_assert(K % CHUNK == 0 && N % 16 == 0 && OUT <= N && (EPILOGUE != SILU || TILES % 2 == 0),
               "a product that cannot be cut this way");
 
 struct Args {
@@ -42,9 +39,7 @@ struct Args {
     float eps;
 };
 
-__device__ __forceinline__ int column() { return blockIdx.x / SPLIT; }  // of blocks that share outputs
-__device__ __forceinline__ int rank() { return blockIdx.x % SPLIT; }
-__device__ __forceinline__ int first_output() { return min(column() * OUT, N - OUT); }
+__device__ __forceinline__ int first_output() { return min(int(blockIdx.x) * OUT, N - OUT); }
 
 // a and b are the products of outputs n and n + 1 of row m; with SILU, c and d those of the up rows. `old` is what was
 // in out, `place` where the row's K and V go.
@@ -96,26 +91,7 @@ __device__ __forceinline__ uint4 load_early(const void* p) {
     return v;
 }
 
-// All threads of the blocks that share outputs.
-__device__ __forceinline__ void meet() {
-#if SPLIT > 1
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-#else
-    __syncthreads();
-#endif
-}
-// Two floats at `own` in the shared memory of the block with that rank.
-__device__ __forceinline__ float2 read_pair(const float* own, int of_rank) {
-#if SPLIT > 1
-    uint32_t address;
-    float2 v;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(uint32_t(__cvta_generic_to_shared(own))), "r"(of_rank));
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
-    return v;
-#else
-    return *reinterpret_cast<const float2*>(own);
-#endif
-}
+__device__ __forceinline__ float2 read_pair(const float* from) { return *reinterpret_cast<const float2*>(from); }
 
 __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                     uint32_t b1) {
@@ -167,7 +143,7 @@ struct Early {
 
 __device__ __forceinline__ void fetch_early(const Args& args, const RopeArgs& rope, Early& early, int first_row) {
 #if EPILOGUE == RESIDUAL || EPILOGUE == ROPE
-    for (int at = rank() * THREADS + threadIdx.x; at < ROWS * OUT / 2; at += THREADS * SPLIT) {
+    for (int at = threadIdx.x; at < ROWS * OUT / 2; at += THREADS) {
         const int m = first_row + at / (OUT / 2), n = first_output() + at % (OUT / 2) * 2;
         if (m >= args.rows) break;
 #if EPILOGUE == RESIDUAL
@@ -192,12 +168,11 @@ __device__ __forceinline__ void body(const Args& args, const RopeArgs& rope) {
     __shared__ Early early;
     const int tid = threadIdx.x, warp = tid / WARP, lane = tid % WARP, g = lane / 4, t = lane % 4;
     const int first_row = blockIdx.y * ROWS;
-    const elem* w = args.w + (size_t(first_output() + g) + (BY_HALF ? size_t(rank()) * N : 0)) * K + t * 8;
+    const elem* w = args.w + size_t(first_output() + g) * K + t * 8;
     const elem* x[M_TILES];
 #pragma unroll
     for (int i = 0; i < M_TILES; ++i) x[i] = args.x + size_t(min(first_row + i * 8 + g, args.rows - 1)) * K + t * 8;
-    const int first_chunk = BY_HALF ? 0 : rank() * CHUNKS;
-    const int turned = column() * CHUNKS / (gridDim.x / SPLIT) + warp;
+    const int turned = blockIdx.x * CHUNKS / gridDim.x + warp;
 
     struct Stage {
         uint4 w[TILES][2][HALVES], x[M_TILES][HALVES], norm[NORM ? HALVES : 1];
@@ -205,7 +180,7 @@ __device__ __forceinline__ void body(const Args& args, const RopeArgs& rope) {
     auto inside = [&](int step) { return step < STEPS && (CHUNKS % WARPS == 0 || step * WARPS + warp < CHUNKS); };
     auto place = [&](int step) {  // in K
         const int chunk = step * WARPS + turned;
-        return (first_chunk + (chunk < CHUNKS ? chunk : chunk - CHUNKS)) * CHUNK;
+        return (chunk < CHUNKS ? chunk : chunk - CHUNKS) * CHUNK;
     };
     auto fetch_w = [&](Stage& to, int step) {
         const int k = place(step);
@@ -288,36 +263,30 @@ __device__ __forceinline__ void body(const Args& args, const RopeArgs& rope) {
         if (t == 0) all_squares[warp * ROWS + i * 8 + g] = sum;
     }
 #endif
-    meet();
-    for (int at = rank() * THREADS + tid; at < ROWS * OUT / 2; at += THREADS * SPLIT) {
+    __syncthreads();
+    for (int at = tid; at < ROWS * OUT / 2; at += THREADS) {
         const int row = at / (OUT / 2), offset = at % (OUT / 2) * 2, m = first_row + row;
         const int n = first_output() + offset;
         if (m >= args.rows) break;
-        if (n < column() * OUT) continue;  // the neighbour's
+        if (n < int(blockIdx.x) * OUT) continue;  // the neighbour's
         float2 low = make_float2(0.f, 0.f), high = make_float2(0.f, 0.f);
         float scale = 1.f;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
             const float* from = meeting + (w * ROWS + row) * PITCH + offset;
-            const float2 first = read_pair(from, 0);
+            const float2 first = read_pair(from);
             low.x += first.x, low.y += first.y;
-#if EPILOGUE == SILU || SPLIT > 1
-            const float2 second = read_pair(from + (EPILOGUE == SILU && SPLIT == 1 ? OUT : 0), SPLIT - 1);
-            (EPILOGUE == SILU ? high : low).x += second.x;
-            (EPILOGUE == SILU ? high : low).y += second.y;
+#if EPILOGUE == SILU
+            const float2 second = read_pair(from + OUT);
+            high.x += second.x, high.y += second.y;
 #endif
         }
 #if NORM
         float sum = 0.f;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
-            const float* from = all_squares + w * ROWS + (row & ~1);
-            float2 both = read_pair(from, BY_HALF ? rank() : 0);
+            const float2 both = read_pair(all_squares + w * ROWS + (row & ~1));
             sum += row & 1 ? both.y : both.x;
-#if SPLIT > 1
-            both = read_pair(from, 1);
-            if (!BY_HALF) sum += row & 1 ? both.y : both.x;
-#endif
         }
         scale = rsqrtf(sum / K + args.eps) * NORM_SHIFT;
 #endif
@@ -331,9 +300,6 @@ __device__ __forceinline__ void body(const Args& args, const RopeArgs& rope) {
 #endif
         finish(args, rope, m, n, low.x * scale, low.y * scale, high.x * scale, high.y * scale, old, place, rotation);
     }
-#if SPLIT > 1
-    meet();  // nobody leaves while its sums are being read
-#endif
 }
 
 #else  // float32: held to the CPU's tokens, not to a speed. A warp owns two outputs, its lanes share out K.
@@ -375,13 +341,7 @@ __device__ __forceinline__ void body(const Args& args, const RopeArgs& rope) {
 
 #endif
 
-#if SPLIT > 1 && DTYPE != 0
-#define SHARED_BY __cluster_dims__(SPLIT, 1, 1)
-#else
-#define SHARED_BY
-#endif
-
-extern "C" __global__ void SHARED_BY __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS)
     gemv(const elem* w, const elem* x, const elem* norm, const elem* bias, void* out, int rows, float eps
 #if EPILOGUE == ROPE
          ,

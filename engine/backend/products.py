@@ -29,15 +29,14 @@ class Ending(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GemvShape:
-    """How gemv.cu cuts a product: 16-row tiles of the weight and 8-row tiles of x per block, warps, chunks
-    of K that a warp has under way, their length, and whether two blocks share the work, which takes a card of 9.0."""
+    """How gemv.cu cuts a product: 16-row tiles of the weight and 8-row tiles of x per block, warps, chunks of K that a
+    warp has under way, and their length."""
 
     tiles: int
     m_tiles: int
     warps: int
     stages: int
     chunk: int = 64
-    split: int = 1
 
 
 def gemv(
@@ -50,10 +49,8 @@ def gemv(
     norm: bool = False,
     heads: Heads | None = None,
     shape: GemvShape | None = None,
-    clusters: bool = True,
 ) -> Launch:
-    """x [rows, inputs] times a weight [outputs, inputs]; with SILU the weight has 2 * outputs rows. Cards before 9.0
-    have no clusters.
+    """x [rows, inputs] times a weight [outputs, inputs]; with SILU the weight has 2 * outputs rows.
 
     Arguments: w, x, norm, bias (each of these two 0 if there is none), out, rows (int), eps (float) and, with ROPE,
     ROPE_ARGS.
@@ -62,7 +59,7 @@ def gemv(
     assert (ending is Ending.ROPE) == (heads is not None), "heads are for ROPE, which needs them"
     cut = GemvShape(1 + (ending is Ending.SILU), m_tiles(rows), 8, 2)
     if dtype != "float32":  # whose kernel cuts nothing
-        cut = shape or gemv_shape(outputs, inputs, rows, ending, clusters)
+        cut = shape or gemv_shape(outputs, inputs, rows, ending)
     settings = {
         "N": outputs,
         "K": inputs,
@@ -71,7 +68,6 @@ def gemv(
         "WARPS": cut.warps,
         "STAGES": cut.stages,
         "CHUNK": cut.chunk,
-        "SPLIT": cut.split,
         "NORM": int(norm),
         "EPILOGUE": int(ending),
         "DTYPE": DTYPES.index(dtype),
@@ -81,8 +77,7 @@ def gemv(
     if dtype == "float32":  # a warp has two outputs
         across, shared = over(outputs, 2 * cut.warps), 0
     else:
-        both = ending is Ending.SILU and cut.split == 1
-        across = over(outputs, 16 * (cut.tiles // 2 if both else cut.tiles)) * cut.split
+        across = over(outputs, 16 * (cut.tiles // 2 if ending is Ending.SILU else cut.tiles))
         shared = gemv_shared(cut, norm)
     return Launch(kernel("gemv", **settings), "gemv", (across, over(rows, 8 * cut.m_tiles)), cut.warps * 32, shared)
 
@@ -113,7 +108,7 @@ def m_tiles(rows: int) -> int:
     return 1 if rows <= 8 else 2 if rows <= 16 else 4
 
 
-def gemv_shape(outputs: int, inputs: int, rows: int, ending: Ending, clusters: bool) -> GemvShape:
+def gemv_shape(outputs: int, inputs: int, rows: int, ending: Ending) -> GemvShape:
     """The cut for a product, from `python -m benchmarks.kernels_small --sweep` on an H200."""
     pair = 2 if ending is Ending.SILU else 1
     across = m_tiles(rows)
@@ -124,8 +119,6 @@ def gemv_shape(outputs: int, inputs: int, rows: int, ending: Ending, clusters: b
         per_block = 2 if pair == 2 and across == 1 and tiles > 1 else 1
         return GemvShape(per_block * pair, across, warps, min(3, over(chunks, warps)))
     if pair == 2:
-        if across == 4 and clusters and tiles >= 7:
-            return GemvShape(7, 4, 8, 1, chunk=32, split=2)
         return GemvShape(2, across, 8, 3, chunk=32) if across == 4 else GemvShape(2, across, 8, 4 if across == 1 else 2)
     per_block = over(tiles, 132)
     if per_block == 3:
@@ -276,5 +269,5 @@ def product(
     if shape is not None:
         return Product(skinny(outputs, inputs, rows, dtype, ending, shape, norm=norm, heads=heads), shape)
     if gemv_pays(outputs, inputs, rows, ending):
-        return Product(gemv(outputs, inputs, rows, dtype, ending, norm=norm, heads=heads, clusters=hopper))
+        return Product(gemv(outputs, inputs, rows, dtype, ending, norm=norm, heads=heads))
     return None

@@ -48,10 +48,10 @@ PRODUCTS = [
 ]
 ROWS = (1, 3, 8, 13, 32, 70)
 CUTS = [
-    GemvShape(tiles=2, m_tiles=4, warps=4, stages=3, chunk=32, split=1),
-    GemvShape(tiles=2, m_tiles=2, warps=8, stages=2, chunk=32, split=2),
-    GemvShape(tiles=6, m_tiles=1, warps=5, stages=2, chunk=32, split=2),
-    GemvShape(tiles=4, m_tiles=4, warps=3, stages=1, chunk=32, split=2),
+    GemvShape(tiles=2, m_tiles=4, warps=4, stages=3, chunk=32),
+    GemvShape(tiles=2, m_tiles=2, warps=8, stages=2, chunk=32),
+    GemvShape(tiles=6, m_tiles=1, warps=5, stages=2, chunk=32),
+    GemvShape(tiles=4, m_tiles=4, warps=3, stages=1, chunk=32),
 ]
 VOCABS = [(49152, "float32"), (128256, "float32"), (128256, "bfloat16"), (50257, "bfloat16"), (1000, "float32")]
 
