@@ -36,7 +36,7 @@ from engine.messages import (
     StepBatch,
     WorkerLoad,
 )
-from engine.prefix_cache import block_digest, chain, root_digest
+from engine.prefix_cache import block_digest, chain, last_name, root_digest
 from engine.stopping import finish_of
 from kvtransfer.actions import Action, Adopted, Announced, Drained, Landed, MeetPeers, PullFailed, Ready, ToRouter
 from kvtransfer.inbox import PROGRESS_SECONDS, Inbox
@@ -169,9 +169,9 @@ class Decoder:
     def _job(self, session: int, start: DecodeStart, now: float) -> Job:
         layout, split = self.layout, len(start.token_ids) - start.emitted
         root = root_digest(start.cache_namespace, layout.model_digest, "", layout.dtype, layout.block_size)
-        # From the tokens themselves: the ticket's list of hashes is another worker's claim.
-        hashes = chain(root, start.token_ids, layout.block_size)
         local = start.ticket.owner.incarnation == self._node.incarnation
+        # From the tokens themselves: the ticket's list of hashes is another worker's claim. Adopted blocks have names.
+        hashes = [] if local else chain(root, start.token_ids, layout.block_size)
         self._last_slot += 1
         job = Job(
             session=session,
@@ -182,6 +182,7 @@ class Decoder:
             deadline_at=now + start.deadline,
             prompt=start.token_ids[:split],
             output=list(start.token_ids[split:]),
+            ends=self._eos.union(start.params.stop_token_ids),
         )
         job.grant(start.until_index)
         job.slot.credit = job.has_credit
@@ -309,6 +310,8 @@ class Decoder:
             if not self._flights:
                 coming = sum(map(len, self._draining_blocks.values()))
                 actions += self._preempt(self.scheduler.grow(coming), now)
+            if not self.scheduler.waiting:
+                return actions
             if (slot := self.scheduler.admit()) is not None:
                 actions += self._admitted(self._by_slot[slot.id], now)
                 continue
@@ -336,12 +339,13 @@ class Decoder:
         assert first is not None, f"{job.key} runs without token 0"
         self.scheduler.run(slot)
         job.running_since = now
-        if not slot.lent:  # else the prefill has named them
-            for position in range(slot.held, len(slot.hashes)):
-                self.pool.name(slot.blocks[position], slot.hashes[position])
+        if slot.lent:  # the prefill has named them
+            job.digest = last_name(self.pool, slot.blocks, job.digest, job.start.token_ids, self.layout.block_size)
+        for position in range(slot.held, len(slot.hashes)):
+            self.pool.name(slot.blocks[position], slot.hashes[position])
         job.first = None
         job.accept(first.token)
-        job.runs(self._eos)
+        job.runs(self._eos, self._depth)
         return [echo(job, first)]
 
     # ---- a step ---------------------------------------------------------------------------------------------------
@@ -355,9 +359,10 @@ class Decoder:
         batch, jobs, size = Batch(), list[Job](), self.layout.block_size
         for slot in self.scheduler.running:
             job, room = self._by_slot[slot.id], len(slot.blocks) * size
-            if not self._may_run(job, room):
+            if not job.may_run(room):
                 continue
-            batch.rows.append(job.move_on())
+            batch.rows.append(job.row())
+            job.ahead += 1
             job.covered = room
             if slot.fresh:
                 batch.zero_blocks += slot.fresh
@@ -367,12 +372,6 @@ class Decoder:
             return None
         self._flights.append(Flight(jobs))
         return batch
-
-    def _may_run(self, job: Job, room: int) -> bool:
-        """It has credit and, in its `room` positions, a place. While a step of it is in flight: unless that one is its
-        last, or left the runner without a block."""
-        ahead = job.ahead
-        return len(job.output) + ahead < job.until_index and job.slot.length + ahead <= (job.covered if ahead else room)
 
     def _reach_ahead(self) -> bool:
         """Gives each slot the blocks of the steps that start before the next one is reported, while there are any.
@@ -408,10 +407,15 @@ class Decoder:
                 failures.append(failed(job, Reason.INTERNAL, resumable=False))
                 self._forget(job, now)
                 continue
-            if job.slot.length % size == 0:
+            slot, token_id = job.slot, token.token_id
+            if slot.length % size == 0:
                 self._name_full_block(job)
             rows[job.session].append(Row(job.start.key, token))
-            reason, stop_token_id = finish_of(token.token_id, token.index, job.start.params, self._eos)
+            if token.index + 1 < job.until_index and token_id not in job.ends:  # as most do, it goes on, with credit
+                job.output.append(token_id)
+                slot.length += 1
+                continue
+            reason, stop_token_id = finish_of(token_id, token.index, job.start.params, self._eos)
             if reason is None:
                 job.accept(token)
                 continue

@@ -6,8 +6,9 @@ clock, in seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 
 from decode_service.scheduler import Slot
 from engine.batch import Row, SampleInput
@@ -22,7 +23,8 @@ class Job:
     """`prompt` is the client's own, `output` everything emitted since, over all attempts.
 
     `until_index` is the first token that no step may produce: there is no credit for it, or the request is over before.
-    `pull` is set while the pull may still speak. `digest` is the chain digest of the last full block so far.
+    `ends` are the ids that may end it earlier. `pull` is set while the pull may still speak. `digest` is the chain
+    digest of the last full block so far.
     """
 
     session: int
@@ -33,6 +35,7 @@ class Job:
     deadline_at: float
     prompt: Sequence[int]
     output: list[int]
+    ends: frozenset[int]
     until_index: int = 0
     pull: int | None = None
     announced: list[int] = field(default_factory=list)  # sealed at the owner, and not bound yet
@@ -43,8 +46,8 @@ class Job:
     running_since: float | None = None
     no_credit_since: float | None = None  # of a running slot, as the last tick saw it
     over: bool = False
-    row: Row | None = None  # of a running slot, in every step of it
-    ahead: int = 0  # steps in flight that have the row
+    rows: Iterator[Row] = iter(())  # of a running slot
+    ahead: int = 0  # steps in flight that have a row of it
     covered: int = 0  # positions for which the newest of them had blocks
 
     @property
@@ -62,29 +65,34 @@ class Job:
 
     def accept(self, token: Token) -> None:
         """The sequence grows by a token, which the next step feeds."""
-        slot, output = self.slot, self.output
-        output.append(token.token_id)
-        slot.length = len(self.prompt) + len(output)
-        slot.credit = len(output) < self.until_index
+        self.output.append(token.token_id)
+        self.slot.length = len(self.prompt) + len(self.output)
+        self.slot.credit = len(self.output) < self.until_index
 
     def tokens(self, first: int, end: int) -> list[int]:
         """Positions [first, end) of the sequence."""
         split = len(self.prompt)
         return [*self.prompt[first:end], *self.output[max(0, first - split) : max(0, end - split)]]
 
-    def runs(self, eos: frozenset[int]) -> None:
-        """Its blocks are in place, and its first token is known."""
-        sample = SampleInput(self.start.params, 0, self.prompt, self.output, eos)
-        self.row = Row(self.slot.seat, (), 0, self.slot.blocks, sample)
+    def runs(self, eos: frozenset[int], depth: int) -> None:
+        """Its blocks are in place. Rows are used again, in turn: none is touched while its step is in flight."""
+        slot, params = self.slot, self.start.params
+        samples = [SampleInput(params, 0, self.prompt, self.output, eos) for _ in range(depth)]
+        self.rows = cycle([Row(slot.seat, (), 0, slot.blocks, sample) for sample in samples])
 
-    def move_on(self) -> Row:
-        """The next step's row: the newest token, at the last position; only the runner knows a token in flight."""
-        row, ahead = self.row, self.ahead
-        assert row is not None and row.sample is not None, f"{self.key} does not run"
+    def may_run(self, room: int) -> bool:
+        """It has credit and, in its `room` positions, a place. While a step of it is in flight: unless that one is its
+        last, or left the runner without a block."""
+        room = self.covered if self.ahead else room
+        return len(self.output) + self.ahead < self.until_index and self.slot.length + self.ahead <= room
+
+    def row(self) -> Row:
+        """The next step's work: the newest token, at the last position; only the runner knows a token in flight."""
+        row, ahead = next(self.rows), self.ahead
+        assert row.sample is not None, f"{self.key} does not run"
         row.tokens = () if ahead else self.output[-1:]
         row.start = self.slot.length - 1 + ahead
         row.sample.index = len(self.output) + ahead
-        self.ahead = ahead + 1
         return row
 
     def times(self, now: float) -> StageTimes:

@@ -130,10 +130,8 @@ class DecodeScheduler:
 
         Empty if it has no credit itself, or if they would not be enough. A parked slot is in no step.
         """
-        if not self.waiting:
-            return []
         parked = sorted((slot for slot in self.running if slot.parked), key=lambda each: each.order, reverse=True)
-        if not parked or self.stalled:
+        if not parked or not self.waiting or self.stalled:
             return []
         slot = min(self.waiting, key=lambda each: each.order)
         if not slot.credit:

@@ -35,7 +35,6 @@ class Row:
     `slot` is a small id, stable while the sequence stays in the engine. `sample` is None for a chunk that is not
     the prompt's last. `prompt_logprobs` k asks for the log probability of each of `targets`, where targets[i] is
     the token after tokens[i]; a prompt's last token has none, so `targets` may be one shorter than `tokens`.
-    A decode row may be the same object in every step: it is moved on as soon as its step was launched.
     """
 
     slot: int

@@ -98,6 +98,9 @@ class BlockPool:
             self._sealed[digest] = None
         return True
 
+    def name_of(self, block: int) -> bytes | None:
+        return self._digests.get(block)
+
     def find(self, digest: bytes) -> int | None:
         """The block of that name, if the pool still has it. It may be cached: share() it before counting on it."""
         return self._named.get(digest)

@@ -56,7 +56,6 @@ class Launched:
     indices: list[int] = field(default_factory=list)  # of the places when it was launched
     decodes: list[int] = field(default_factory=list)  # rows of the batch
     sampling: list[int] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)  # of the tokens of `decodes` and then of `sampling`
     sampled: Tensor | None = None  # on the host once `done`
     reports: list[Sequence[TokenLogprob]] = field(default_factory=list)
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
@@ -139,9 +138,8 @@ class CudaRunner:
         if launched.graph is not None:
             self._read_ring(launched, tokens)
         if launched.sampled is not None:
-            numbers = launched.numbers[len(launched.decodes) :]
-            for i, number, token_id in zip(launched.sampling, numbers, launched.sampled.tolist(), strict=True):
-                tokens[i] = Token(number, token_id, launched.logprobs.get(i))
+            for i, token_id in zip(launched.sampling, launched.sampled.tolist(), strict=True):
+                tokens[i] = self._token(launched, i, token_id)
         digests = self.cache.digests(batch.digests, launched.sums)
         return StepOutput(tokens, launched.reports, digests, time.perf_counter() - launched.began)
 
@@ -162,6 +160,11 @@ class CudaRunner:
                 chunks.append(i)
         return decodes, chunks
 
+    def _token(self, launched: Launched, i: int, token_id: int) -> Token:
+        one = launched.batch.rows[i].sample
+        assert one is not None
+        return Token(one.index, token_id, launched.logprobs.get(i))
+
     # ---- decode rows ----------------------------------------------------------------------------------------------
 
     def _launch_decodes(self, launched: Launched, decodes: list[int]) -> None:
@@ -169,7 +172,6 @@ class CudaRunner:
         mine = [rows[i] for i in decodes]
         launched.places = state.arrange(mine, self._room(len(mine)))
         launched.indices = [place.index for place in launched.places]
-        launched.numbers = _numbers(mine)
         launched.decodes, launched.step = decodes, state.step
         state.flush()
         last = max(launched.indices)
@@ -177,7 +179,7 @@ class CudaRunner:
         wanting = [
             (i, place.index)
             for i, place in zip(decodes, launched.places, strict=True)
-            if place.sample.params.logprobs is not None
+            if place.params.logprobs is not None
         ]
         if wanting:
             self._report(launched, launched.graph.logits, wanting, state.sampled)
@@ -217,14 +219,12 @@ class CudaRunner:
         self.card_times.append((began, ended))
         found = entry[RING_HEADER : RING_HEADER + graph.rows].tolist()
         flags = entry[RING_HEADER + graph.rows :].tolist()
-        numbers = launched.numbers[: len(launched.decodes)]
-        every = zip(launched.decodes, launched.places, launched.indices, numbers, strict=True)
-        for i, place, index, number in every:
+        for i, place, index in zip(launched.decodes, launched.places, launched.indices, strict=True):
             did = flags[index]
             if did != EMITTED:
                 self._state.did(place, step, did)
             if did:
-                tokens[i] = Token(number, found[index], launched.logprobs.get(i))
+                tokens[i] = self._token(launched, i, found[index])
 
     # ---- prompts --------------------------------------------------------------------------------------------------
 
@@ -247,7 +247,6 @@ class CudaRunner:
         inputs = [one for i in sampling if (one := rows[i].sample) is not None]
         chosen = self._choose(logits, inputs)
         launched.sampling = sampling
-        launched.numbers += [one.index for one in inputs]
         launched.sampled = self.gpu.to_host(chosen)
         wanting = [(i, place) for place, i in enumerate(sampling) if _logprobs(rows[i]) is not None]
         if wanting:
@@ -352,8 +351,3 @@ def _buckets(most: int) -> list[int]:
 
 def _logprobs(row: Row) -> int | None:
     return None if row.sample is None else row.sample.params.logprobs
-
-
-def _numbers(rows: Sequence[Row]) -> list[int]:
-    """Of the tokens that these rows sample. Kept, because a row may be moved on once its step is launched."""
-    return [row.sample.index for row in rows if row.sample is not None]

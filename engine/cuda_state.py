@@ -21,7 +21,7 @@ from engine.backend import launches
 from engine.backend.cuda import Gpu
 from engine.backend.launches import RING_HEADER, Launch
 from engine.batch import Row, SampleInput
-from engine.types import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from engine.types import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 RING = 8  # steps that may be launched and not read
 _ENTRY = 1 << 14  # ints of one step's changes; more go through a copy of their own
@@ -35,13 +35,14 @@ EMITTED = 1  # what a row did, as in advance.cu; other bits mean that it is empt
 class Place:
     """The host's picture of one row. `position` is where the next step writes; `live` is False once the row is empty.
 
-    `row` is the one that it came with. A scheduler may give the same one each time, moved on, or another with the
-    sequence's own lists: that they are the same objects says that it is the same sequence, without comparing them.
+    `blocks` and `output` are the sequence's own lists, which grow: that they are the same objects says that this is the
+    same sequence, without comparing them.
     """
 
     index: int
-    row: Row
-    sample: SampleInput
+    blocks: Sequence[int]
+    output: Sequence[int]
+    params: SamplingParams
     position: int
     joined: int  # the step with which it came
     sent: int  # blocks of its table that the card has
@@ -103,21 +104,27 @@ class BatchState:
         """Notes what the card has to be told so that its next step runs exactly these rows; their places, all of them
         below `most`."""
         assert len(rows) <= most, f"{len(rows)} rows in {most} places"
-        places = [self._known(row) for row in rows]
+        places: list[Place | None] = []
+        for row in rows:
+            place = self.places.get(row.slot)
+            places.append(place if place is not None and _same(place, row) else None)
         if len(rows) - places.count(None) < len(self.places):
             staying = {place.index for place in places if place is not None}
-            for slot, known in list(self.places.items()):
-                if known.index not in staying:
+            for slot, held in list(self.places.items()):
+                if held.index not in staying:
                     self._leave(slot)
-        if most < self._most and (high := [place for place in self.places.values() if place.index >= most]):
+        if most < self._most and (high := [held for held in self.places.values() if held.index >= most]):
             self._move(high)
         self._most = most
-        return [self._arrange(row, place) for row, place in zip(rows, places, strict=True)]
-
-    def _known(self, row: Row) -> Place | None:
-        """The place of this sequence."""
-        place = self.places.get(row.slot)
-        return place if place is not None and (place.row is row or _same(place, row)) else None
+        arranged: list[Place] = []
+        for row, place in zip(rows, places, strict=True):
+            if place is None or not place.live or place.position != row.start:
+                place = self._join(row, place)
+            elif len(row.blocks) > place.sent:
+                self._send_blocks(place)
+            place.position += 1
+            arranged.append(place)
+        return arranged
 
     def _move(self, places: Sequence[Place]) -> None:
         """To the lowest free places, at once and on the card, which alone knows their newest tokens."""
@@ -138,15 +145,6 @@ class BatchState:
             self._empty(place.index)
             heapq.heappush(self._free, place.index)
             place.index = index
-
-    def _arrange(self, row: Row, place: Place | None) -> Place:
-        if place is not None and place.live and place.position == row.start:
-            if len(row.blocks) > place.sent:
-                self._send_blocks(place)
-        else:
-            place = self._join(row, place)
-        place.position += 1
-        return place
 
     def clear(self) -> None:
         """Every row leaves."""
@@ -169,7 +167,7 @@ class BatchState:
         assert row.tokens and sample is not None, f"slot {row.slot} joins without its token"
         params = sample.params
         index = heapq.heappop(self._free) if before is None else before.index
-        place = Place(index, row, sample, row.start, self.step, 0)
+        place = Place(index, row.blocks, sample.output, params, row.start, self.step, 0)
         self.places[row.slot] = place
         self._put("tokens", index, row.tokens[-1])
         self._put("positions", index, row.start)
@@ -206,9 +204,8 @@ class BatchState:
 
     def _send_blocks(self, place: Place) -> None:
         """What the card's table lacks, and behind it the end: a longer table's rest must not look like more."""
-        blocks, first = place.row.blocks, place.sent
-        last = min(len(blocks), self.width)
-        values = list(blocks[first:last])
+        first, last = place.sent, min(len(place.blocks), self.width)
+        values = list(place.blocks[first:last])
         if last < self.width:
             values.append(-1)
         self._put("tables", place.index * self.width + first, *values)
@@ -292,11 +289,11 @@ class BatchState:
 
 
 def _same(place: Place, row: Row) -> bool:
-    """Whether another Row is of the sequence that has the place."""
-    held, sample = place.sample, row.sample
+    """Whether this is the sequence that has the place."""
+    sample = row.sample
     return (
-        place.row.blocks is row.blocks
+        place.blocks is row.blocks
         and sample is not None
-        and held.output is sample.output
-        and held.params is sample.params
+        and place.output is sample.output
+        and place.params is sample.params
     )

@@ -33,12 +33,23 @@ def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 def chain(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
     """The names of the full blocks of a sequence, in order; a partial last block has none."""
-    names = []
-    parent = root
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = block_digest(parent, token_ids[start : start + block_size])
+    tokens = len(token_ids) // block_size * block_size
+    packed = struct.pack(f"<{tokens}I", *token_ids[:tokens])  # all of them at once, as block_digest packs a block's
+    names, parent = [], root
+    for start in range(0, len(packed), 4 * block_size):
+        parent = hashlib.sha256(parent + packed[start : start + 4 * block_size]).digest()
         names.append(parent)
     return names
+
+
+def last_name(pool: BlockPool, blocks: Sequence[int], root: bytes, token_ids: Sequence[int], block_size: int) -> bytes:
+    """The name of the last full block of a sequence, from the last of its blocks that has one in `pool`, or the root:
+    a block has none whose name another one keeps."""
+    full, known = len(token_ids) // block_size, None
+    while full and (known := pool.name_of(blocks[full - 1])) is None:
+        full -= 1
+    known = known or root
+    return [known, *chain(known, token_ids[full * block_size :], block_size)][-1]
 
 
 def reusable(pool: BlockPool, hashes: Sequence[bytes], num_tokens: int, block_size: int) -> list[int]:

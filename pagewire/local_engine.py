@@ -46,7 +46,7 @@ class Begun(NamedTuple):
 @dataclass(slots=True)
 class _Request:
     id: int
-    prompt: Sequence[int]
+    prompt: tuple[int, ...]
     params: SamplingParams
     submitted: float
     log: list[int] = field(default_factory=list)
@@ -74,7 +74,7 @@ class LocalEngine:
         self.begun: dict[int, Begun] = {}
         self._runner = runner
         self._depth = getattr(runner, "depth", 1)  # steps that it takes before the first is read
-        self._flights: deque[tuple[Any, Any, Any]] = deque()  # prompts, running, what the runner gave for them
+        self._flights: deque[tuple[int, int, Any]] = deque()  # rows that run, prompts, what the runner gave for them
         self._rng = random.Random(seed)
         self._requests: dict[int, _Request] = {}
         self._produced: list[Produced] = []
@@ -122,7 +122,7 @@ class LocalEngine:
         now = time.monotonic()
         start = PrefillStart(
             key=RequestKey(request.id, request.attempt),
-            token_ids=(*request.prompt, *request.log),
+            token_ids=request.prompt + tuple(request.log),
             emitted=len(request.log),
             params=request.params,
             deadline=NO_DEADLINE,
@@ -166,40 +166,38 @@ class LocalEngine:
 
     def _launch(self) -> bool:
         now = time.monotonic()
-        self._carry(self._prefiller.tick(now), now)  # prompts that wait look at the pool again
+        self._carry(self._prefiller.admit(now), now)  # decode may have given blocks back
         prompts, running = self._prefiller.next_batch(now), self._decoder.next_batch(now)
         if prompts is None and running is None:
             return False
+        counts = len(running.rows) if running else 0, len(prompts.rows) if prompts else 0
         batch = self._join(prompts, running)
-        launched = self._runner.submit(batch) if self._depth > 1 else self._runner.step(batch)
-        self._flights.append((prompts, running, launched))
+        self._flights.append((*counts, self._runner.submit(batch) if self._depth > 1 else self._runner.step(batch)))
         return True
-
-    def _read(self) -> None:
-        prompts, running, launched = self._flights.popleft()
-        self._on_step(prompts, running, self._runner.collect(launched) if self._depth > 1 else launched)
 
     def _join(self, prompts: Any, running: Any) -> Any:
         """One batch of both; the prompts' slots come after those of the running requests."""
         if prompts is None or running is None:
-            only = prompts or running
-            assert only is not None, "a step without work"
-            return only
-        offset = self.config.max_num_seqs
-        rows = [*running.rows, *(replace(row, slot=row.slot + offset) for row in prompts.rows)]
-        zero_blocks = [*running.zero_blocks, *prompts.zero_blocks]
-        return replace(running, rows=rows, zero_blocks=zero_blocks, digests=[*running.digests, *prompts.digests])
+            return prompts or running
+        for row in prompts.rows:
+            row.slot += self.config.max_num_seqs
+        running.rows += prompts.rows
+        running.zero_blocks += prompts.zero_blocks
+        running.digests += prompts.digests
+        return running
 
-    def _on_step(self, prompts: Any, running: Any, output: Any) -> None:
+    def _read(self) -> None:
+        running, prompts, launched = self._flights.popleft()
+        output = self._runner.collect(launched) if self._depth > 1 else launched
         now = time.monotonic()
-        split = len(running.rows) if running else 0
-        if running is not None:
-            mine = replace(
-                output, tokens=output.tokens[:split], prompt_logprobs=output.prompt_logprobs[:split], digests=[]
-            )
+        mine, rest = output, output
+        if running and prompts:
+            tokens, reports = output.tokens, output.prompt_logprobs
+            mine = replace(output, tokens=tokens[:running], prompt_logprobs=reports[:running], digests=[])
+            rest = replace(output, tokens=tokens[running:], prompt_logprobs=reports[running:])
+        if running:
             self._carry(self._decoder.on_step(mine, now), now)
-        if prompts is not None:
-            rest = replace(output, tokens=output.tokens[split:], prompt_logprobs=output.prompt_logprobs[split:])
+        if prompts:
             self._carry(self._prefiller.on_step(rest, now), now)
 
     # ---- the router's part ----------------------------------------------------------------------------------------
@@ -223,10 +221,11 @@ class LocalEngine:
                     self.prompt_logprobs.setdefault(request.id, event.prompt_logprobs)
                 self._accept(request, event.token, event.finish_reason)
             case StepBatch():
-                ends = {finish.key: finish.reason for finish in event.finishes}
+                ends = {finish.key.request: finish.reason for finish in event.finishes}
                 for key, token in event.rows:
-                    if request := self._current(key):
-                        self._accept(request, token, ends.get(key))
+                    request = self._requests.get(key.request)
+                    if request is not None and request.attempt == key.attempt:
+                        self._accept(request, token, ends.get(key.request) if ends else None)
             case Failed() | Refused() if request := self._current(event.key):
                 if isinstance(event, Refused) or not event.resumable:
                     raise RuntimeError(f"request {request.id} failed: {event.reason.name} {dict(event.facts)}")
@@ -246,7 +245,7 @@ class LocalEngine:
         start = DecodeStart(
             key=key._replace(placement=1),
             ticket=ticket,
-            token_ids=(*request.prompt, *request.log),
+            token_ids=request.prompt + tuple(request.log),
             emitted=len(request.log),
             params=request.params,
             deadline=NO_DEADLINE,

@@ -217,10 +217,12 @@ class Prefiller:
 
     def admit(self, now: float) -> list[Action]:
         """Another stage on the same pool gave blocks back."""
-        return self._admit(now) if self.scheduler.waiting else []
+        return self._admit(now)
 
     def _admit(self, now: float) -> list[Action]:
         """Accepts waiting jobs, oldest first, while their whole prompts fit."""
+        if not self.scheduler.waiting:
+            return []
         actions: list[Action] = []
         if self._promises is not None:
             self.promised, self.stalled = self._promises.promised, self._promises.stalled

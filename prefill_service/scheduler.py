@@ -260,8 +260,9 @@ class PrefillScheduler:
 
     def reused_handles(self, filling: Filling) -> list[BlockHandle]:
         """Handles of the blocks that came from the cache, sealed before the prompt began."""
-        blocks = filling.table.blocks
-        return [self.handle(filling, p, self._known_digest(blocks[p]) or 0) for p in range(filling.reused)]
+        blocks, generation = filling.table.blocks[: filling.reused], self.pool.generation
+        digests = [self._known_digest(block) or 0 for block in blocks] if self._with_digests else [0] * len(blocks)
+        return [BlockHandle(block, generation(block), p, digests[p]) for p, block in enumerate(blocks)]
 
     def drop(self, filling: Filling) -> None:
         """The prompt leaves; does nothing if it has left. A step in flight may still write into its blocks."""

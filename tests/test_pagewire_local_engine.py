@@ -68,6 +68,17 @@ def test_a_single_token_needs_no_decode_step() -> None:
     unsplit.audit()
 
 
+@pytest.mark.parametrize("tokens", (5, 32, 37))
+def test_a_prompt_that_goes_on_from_an_answer_finds_the_blocks_that_decode_filled(tokens: int) -> None:
+    unsplit, prompt = engine(), list(range(tokens))
+    for count in (8, 40):  # the second time its blocks are shared, but for a full last one, which then has no name
+        request = unsplit.add_request(prompt, greedy(count))
+        answer = ids(run(unsplit)[request])
+    again = unsplit.add_request(prompt + answer, greedy(1))
+    run(unsplit)
+    assert unsplit.begun[again].cached_tokens == (tokens + 39) // SIZE * SIZE
+
+
 def test_an_end_token_ends_a_request_early_and_ignore_eos_does_not() -> None:
     expected = fake_tokens([3, 1, 4], 12)
     unsplit = engine(eos=(expected[4],))
