@@ -97,12 +97,14 @@ class PromptsElsewhere:
 
     def collect(self, launched: tuple[Batch, list[int], Any]) -> StepOutput:
         batch, running, flight = launched
-        tokens = [None if row.sample is None else Token(row.sample.index, 5, None) for row in batch.rows]
-        output = StepOutput(tokens, [[] for _ in batch.rows], [], 0.0)
+        tokens: list[Token | None] = [None] * len(batch.rows)
         if flight is not None:
             for i, token in zip(running, self.runner.collect(flight).tokens, strict=True):
-                output.tokens[i] = token
-        return output
+                tokens[i] = token
+        for i in set(range(len(tokens))).difference(running):
+            if (one := batch.rows[i].sample) is not None:
+                tokens[i] = Token(one.index, 5, None)
+        return StepOutput(tokens, [()] * len(tokens), [], 0.0)
 
 
 class Bench:

@@ -44,6 +44,7 @@ from kvtransfer.jobs import JobKey, Tombstones
 from kvtransfer.ticket import layout_digest
 
 LOCAL = "local"
+_new = tuple.__new__  # of a NamedTuple, at half its constructor's price
 MOST_PATHS = 8  # words on how blocks came, of which the newest are kept
 CREDIT_PATIENCE = 0.5  # seconds without credit, after which a running slot gives way to one that waits
 
@@ -358,16 +359,14 @@ class Decoder:
             return None
         batch, jobs, size = Batch(), list[Job](), self.layout.block_size
         for slot in self.scheduler.running:
-            job, room = self._by_slot[slot.id], len(slot.blocks) * size
-            if not job.may_run(room):
+            job = self._by_slot[slot.id]
+            if (row := job.row(len(slot.blocks) * size)) is None:
                 continue
-            batch.rows.append(job.row())
-            job.ahead += 1
-            job.covered = room
+            batch.rows.append(row)
+            jobs.append(job)
             if slot.fresh:
                 batch.zero_blocks += slot.fresh
                 slot.fresh = []
-            jobs.append(job)
         if not jobs:
             return None
         self._flights.append(Flight(jobs))
@@ -410,7 +409,7 @@ class Decoder:
             slot, token_id = job.slot, token.token_id
             if slot.length % size == 0:
                 self._name_full_block(job)
-            rows[job.session].append(Row(job.start.key, token))
+            rows[job.session].append(_new(Row, (job.start.key, token)))
             if token.index + 1 < job.until_index and token_id not in job.ends:  # as most do, it goes on, with credit
                 job.output.append(token_id)
                 slot.length += 1

@@ -80,19 +80,20 @@ class Job:
         samples = [SampleInput(params, 0, self.prompt, self.output, eos) for _ in range(depth)]
         self.rows = cycle([Row(slot.seat, (), 0, slot.blocks, sample) for sample in samples])
 
-    def may_run(self, room: int) -> bool:
-        """It has credit and, in its `room` positions, a place. While a step of it is in flight: unless that one is its
-        last, or left the runner without a block."""
-        room = self.covered if self.ahead else room
-        return len(self.output) + self.ahead < self.until_index and self.slot.length + self.ahead <= room
+    def row(self, room: int) -> Row | None:
+        """The next step's work: the newest token, at the last position; only the runner knows a token in flight.
 
-    def row(self) -> Row:
-        """The next step's work: the newest token, at the last position; only the runner knows a token in flight."""
-        row, ahead = next(self.rows), self.ahead
-        assert row.sample is not None, f"{self.key} does not run"
-        row.tokens = () if ahead else self.output[-1:]
-        row.start = self.slot.length - 1 + ahead
-        row.sample.index = len(self.output) + ahead
+        None without credit or, in the `room` positions of its blocks, a place. While a step of it is in flight: if that
+        one is its last, or left the runner without a block.
+        """
+        ahead, slot = self.ahead, self.slot
+        index, length = len(self.output) + ahead, slot.length + ahead
+        if index >= self.until_index or length > (self.covered if ahead else room):
+            return None
+        row = next(self.rows)
+        assert row.sample is not None, f"{self.key} does not sample"
+        row.tokens, row.start, row.sample.index = () if ahead else self.output[-1:], length - 1, index
+        self.ahead, self.covered = ahead + 1, room
         return row
 
     def times(self, now: float) -> StageTimes:

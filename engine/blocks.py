@@ -74,10 +74,11 @@ class BlockPool:
 
     def give(self, blocks: Iterable[int]) -> None:
         """One reference less on each. A sequence's last block is given first, so that its prefix is evicted last."""
+        refs = self._refs
         for block in reversed(list(blocks)):
-            assert self._refs[block] > 0, f"block {block} is given back without a reference"
-            self._refs[block] -= 1
-            if self._refs[block]:
+            assert refs[block] > 0, f"block {block} is given back without a reference"
+            refs[block] -= 1
+            if refs[block]:
                 continue
             if block in self._digests:
                 self._cached[block] = None
@@ -104,6 +105,15 @@ class BlockPool:
     def find(self, digest: bytes) -> int | None:
         """The block of that name, if the pool still has it. It may be cached: share() it before counting on it."""
         return self._named.get(digest)
+
+    def find_all(self, digests: Iterable[bytes]) -> list[int]:
+        """The blocks of these names, up to the first name that the pool does not have."""
+        named, found = self._named, list[int]()
+        for digest in digests:
+            if (block := named.get(digest)) is None:
+                break
+            found.append(block)
+        return found
 
     def generation(self, block: int) -> int:
         """Goes up each time the block returns to the free list."""

@@ -31,6 +31,7 @@ from engine.models.llama_cuda import CudaLlama, Piece
 from engine.sampler import sample
 from engine.types import Token, TokenLogprob
 
+_new = tuple.__new__  # of a NamedTuple, at half its constructor's price
 _LOGIT_ROWS = 256  # prompt log probabilities are computed in pieces: a row of logits has the vocabulary's width
 
 
@@ -111,7 +112,6 @@ class CudaRunner:
     def step(self, batch: Batch) -> StepOutput:
         return self.collect(self.submit(batch))
 
-    @torch.inference_mode()
     def submit(self, batch: Batch) -> Launched:
         launched = Launched(batch, time.perf_counter(), reports=[()] * len(batch.rows))
         with self.gpu.on_stream():
@@ -139,7 +139,8 @@ class CudaRunner:
             self._read_ring(launched, tokens)
         if launched.sampled is not None:
             for i, token_id in zip(launched.sampling, launched.sampled.tolist(), strict=True):
-                tokens[i] = self._token(launched, i, token_id)
+                if (one := batch.rows[i].sample) is not None:
+                    tokens[i] = Token(one.index, token_id, launched.logprobs.get(i))
         digests = self.cache.digests(batch.digests, launched.sums)
         return StepOutput(tokens, launched.reports, digests, time.perf_counter() - launched.began)
 
@@ -159,11 +160,6 @@ class CudaRunner:
             else:
                 chunks.append(i)
         return decodes, chunks
-
-    def _token(self, launched: Launched, i: int, token_id: int) -> Token:
-        one = launched.batch.rows[i].sample
-        assert one is not None
-        return Token(one.index, token_id, launched.logprobs.get(i))
 
     # ---- decode rows ----------------------------------------------------------------------------------------------
 
@@ -219,15 +215,17 @@ class CudaRunner:
         self.card_times.append((began, ended))
         found = entry[RING_HEADER : RING_HEADER + graph.rows].tolist()
         flags = entry[RING_HEADER + graph.rows :].tolist()
+        rows, logprobs = launched.batch.rows, launched.logprobs
         for i, place, index in zip(launched.decodes, launched.places, launched.indices, strict=True):
-            did = flags[index]
+            did, one = flags[index], rows[i].sample
             if did != EMITTED:
                 self._state.did(place, step, did)
-            if did:
-                tokens[i] = self._token(launched, i, found[index])
+            if did and one is not None:
+                tokens[i] = _new(Token, (one.index, found[index], logprobs.get(i)))
 
     # ---- prompts --------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def _launch_chunks(self, launched: Launched, chunks: list[int]) -> None:
         rows = launched.batch.rows
         order = sorted(chunks, key=lambda i: (rows[i].start > 0, len(rows[i].tokens)))

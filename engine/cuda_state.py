@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,6 +85,7 @@ class BatchState:
         self.counter = torch.zeros(1, dtype=torch.int32, device=gpu.device)
         self.began = torch.zeros(1, dtype=torch.int64, device=gpu.device)
         self._changes = gpu.pinned(RING, _ENTRY)
+        self._entries = self._changes.numpy()  # the same memory
         # Offset -> values, for the next step. One entry an offset: the card writes them in any order.
         self._to: dict[int, Sequence[int]] = {}
         self._counting: list[tuple[int, Sequence[int], Sequence[int]]] = []
@@ -227,7 +229,7 @@ class BatchState:
             self._count(index, prompt, output)
         self._counting.clear()
         changes, self._to = self._to, {}
-        entry = self._changes[self.step % RING].numpy()
+        entry = self._entries[self.step % RING]
         entry[0] = 0
         if not changes:
             return
@@ -238,9 +240,7 @@ class BatchState:
             head += (to, first + len(body), len(values))
             body += values
         if len(head) + len(body) <= _ENTRY:
-            entry[1 : len(head)] = head[1:]
-            entry[len(head) : len(head) + len(body)] = body
-            entry[0] = head[0]
+            entry[: len(head) + len(body)] = array("i", head + body)
             return
         packed = self.gpu.to_device(head + body)
         apply = launches.apply(self._vocab, self._block_size, min(len(changes), 1024))

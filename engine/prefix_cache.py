@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 
 from engine.blocks import BlockPool
 
 _VERSION = b"pagewire-kv-1"
 
 
+@lru_cache(maxsize=256)
 def root_digest(namespace: bytes, model_digest: bytes, lora_id: str, dtype: str, block_size: int) -> bytes:
     """The parent of a sequence's first block. Fields carry their lengths, so that no two roots share bytes."""
     digest = hashlib.sha256(_VERSION)
@@ -58,10 +60,4 @@ def reusable(pool: BlockPool, hashes: Sequence[bytes], num_tokens: int, block_si
     At most (num_tokens - 1) // block_size of them, so that computing the last position again never writes
     into a sealed block.
     """
-    found: list[int] = []
-    for digest in hashes[: max(0, num_tokens - 1) // block_size]:
-        block = pool.find(digest)
-        if block is None:
-            break
-        found.append(block)
-    return found
+    return pool.find_all(hashes[: max(0, num_tokens - 1) // block_size])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -202,12 +202,14 @@ class LocalEngine:
 
     # ---- the router's part ----------------------------------------------------------------------------------------
 
-    def _carry(self, actions: Iterable[Any], now: float) -> None:
+    def _carry(self, actions: Sequence[Any], now: float) -> None:
         """Everything between the two stages is carried out at once; their events are ours."""
+        if not actions:
+            return
         events: deque[Any] = deque(self._pair.carry(actions, now))
         while events:
-            follow = self._on_event(events.popleft().event, now)
-            events.extend(self._pair.carry(follow, now))
+            if follow := self._on_event(events.popleft().event, now):
+                events.extend(self._pair.carry(follow, now))
 
     def _on_event(self, event: object, now: float) -> list[Any]:
         match event:
@@ -221,11 +223,7 @@ class LocalEngine:
                     self.prompt_logprobs.setdefault(request.id, event.prompt_logprobs)
                 self._accept(request, event.token, event.finish_reason)
             case StepBatch():
-                ends = {finish.key.request: finish.reason for finish in event.finishes}
-                for key, token in event.rows:
-                    request = self._requests.get(key.request)
-                    if request is not None and request.attempt == key.attempt:
-                        self._accept(request, token, ends.get(key.request) if ends else None)
+                self._accept_all(event)
             case Failed() | Refused() if request := self._current(event.key):
                 if isinstance(event, Refused) or not event.resumable:
                     raise RuntimeError(f"request {request.id} failed: {event.reason.name} {dict(event.facts)}")
@@ -262,6 +260,14 @@ class LocalEngine:
         self._produced.append((request.id, token, reason))
         if reason is not None:
             del self._requests[request.id]
+
+    def _accept_all(self, batch: StepBatch) -> None:
+        """The same for each row of a step."""
+        requests, ends = self._requests, {finish.key.request: finish.reason for finish in batch.finishes}
+        for key, token in batch.rows:
+            request = requests.get(key.request)
+            if request is not None and request.attempt == key.attempt:
+                self._accept(request, token, ends.get(key.request) if ends else None)
 
     # ---- what others may know -------------------------------------------------------------------------------------
 
