@@ -34,7 +34,7 @@ def no_index_check() -> Patches:
         leg = self._current(address, Role.DECODE, key, "Row")
         if leg is None:
             return []
-        self._echoed(leg)
+        self._echoed(leg, now)
         return [self._accept(token, (), now)]
 
     def next_token(self: Flow, address: str, key: Any, token: Any, now: float) -> Any:
@@ -46,7 +46,7 @@ def no_index_check() -> Patches:
             return []
         actions: list[Any] = [self._accept(event.token, event.prompt_logprobs, now)]
         if role is Role.DECODE:
-            self._echoed(leg)
+            self._echoed(leg, now)
         if event.finish_reason is not None:
             actions += self._end(now, event.finish_reason, stop_token_id=event.stop_token_id)
         return actions
