@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 ALONE = 2  # items that are not worth waking anybody
+LOOK_AGAIN_S = 0.0002
 NICE = 5  # how far these threads stand behind others: a quarter of a core where all cores compute
 _LIBC = ctypes.CDLL(None)
 _LAST = 19  # nobody stands further behind
@@ -72,7 +74,9 @@ class Hands:
                 results[number] = work(item)
 
         def help_if_idle() -> None:
-            if _running() <= _cores():  # the two of them
+            if _running() > _cores():  # who gave us the work may still be up
+                time.sleep(LOOK_AGAIN_S)
+            if _running() <= _cores():  # the two of us are among them
                 some()
 
         self._part()

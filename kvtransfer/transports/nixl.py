@@ -33,7 +33,7 @@ _MAGIC = b"pagenixl"
 _PACKAGES = ("nixl_cu13", "nixl_cu12")  # either will do where no card is used
 POLL_S = (0.00005, 0.0005)  # the first wait for a transfer, doubled until the longest
 SLICE_BYTES = 64 << 20  # of one trip to the copying thread
-GROUP_BYTES = 8 << 20  # of one READ, if its blocks are digested
+GROUP_BYTES = 16 << 20  # of one READ, if its blocks are digested
 AT_ONCE = 1  # READs that are posted before the oldest is waited for, besides it
 ANSWER_S = (0.0005, 0.01)  # how often an owner looks whether it is asked for something: while it is pulled from, else
 PATIENCE_S = 10.0  # for one transfer, after which its owner is given up
@@ -247,7 +247,7 @@ class NixlSource:
             return
         most, first = max(1, GROUP_BYTES // self._agent.block_bytes), 0
         while first < len(copies):
-            count = min(most, (len(copies) - first + 1) // 2)
+            count = min(most, max(1, (len(copies) - first) * 3 // 4))
             yield copies[first : first + count]
             first += count
 
