@@ -216,4 +216,6 @@ def _why(error: grpc.aio.AioRpcError) -> str:
         return "the session was cut off"
     if error.details() == _UNREAD:
         return "the worker refused the session before its reason could be read"
+    if "Connection refused" in (error.details() or ""):  # at the end of three of gRPC's own sentences
+        return "nothing listens there"
     return f"{error.code().name}: {error.details()}"
