@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,6 +60,7 @@ class Gpu:
         self._modules: dict[Kernel, Any] = {}
         self._functions: dict[tuple[Kernel, str, int], Any] = {}
         self._limits: dict[tuple[Kernel, str], int] = {}
+        self._loading = threading.Lock()  # those three are shared with each `beside`, which has a thread of its own
         self._held: list[Any] = []
         self.name = card.name()
         self.arch = architecture(*card.compute_capability())
@@ -205,16 +207,17 @@ class Gpu:
 
     def _function(self, launch: Launch) -> Any:
         driver, kernel = self._driver, launch.kernel
-        if kernel not in self._modules:
-            data = cubin(kernel, self.arch, self.cache_dir).read_bytes()
-            self._modules[kernel] = self._check(driver.cuModuleLoadData(data))
-        function = self._check(driver.cuModuleGetFunction(self._modules[kernel], launch.function.encode()))
-        raised = self._limits.get((kernel, launch.function), RAISE_SHARED)
-        if launch.shared > raised:
-            self._limits[kernel, launch.function] = launch.shared
-            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._check(driver.cuFuncSetAttribute(function, limit, launch.shared))
-        self._functions[kernel, launch.function, launch.shared] = function
+        with self._loading:
+            if kernel not in self._modules:
+                data = cubin(kernel, self.arch, self.cache_dir).read_bytes()
+                self._modules[kernel] = self._check(driver.cuModuleLoadData(data))
+            function = self._check(driver.cuModuleGetFunction(self._modules[kernel], launch.function.encode()))
+            raised = self._limits.get((kernel, launch.function), RAISE_SHARED)
+            if launch.shared > raised:
+                limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self._check(driver.cuFuncSetAttribute(function, limit, launch.shared))
+                self._limits[kernel, launch.function] = launch.shared
+            self._functions[kernel, launch.function, launch.shared] = function
         return function
 
     def _check(self, result: tuple[Any, ...]) -> Any:
