@@ -275,7 +275,7 @@ class LocalEngine:
         """Raises AssertionError if a block is unaccounted for; with no work left, if one is held."""
         self._decoder.audit(self._prefiller.holders())
         self._prefiller.audit(self._decoder.holders())
-        if not self._requests:
+        if not self.has_work:
             assert self._prefiller.idle and self._decoder.idle, "a stage has work for nobody"
             ledger = self.pool.ledger()
             assert ledger["referenced"] == 0, f"blocks are held for nobody: {ledger}"

@@ -211,3 +211,22 @@ def test_rows_in_two_lanes_get_the_tokens_of_one(monkeypatch: pytest.MonkeyPatch
     prompts = [[3 + i, *range(10, 14 + 5 * i)] for i in range(5)]
     params = [SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=4 + 3 * i) for i in range(5)]
     assert run(runner, config, prompts, params)[0] == run(on_cpu(config), config, prompts, params)[0]
+
+
+def test_a_request_that_is_cancelled_while_its_step_is_in_flight_leaves_nothing_behind() -> None:
+    config = EngineConfig(block_size=16, num_blocks=8, max_num_seqs=2, max_model_len=64)
+    engine = LocalEngine(emulated(config), config)
+    number = engine.add_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    engine.cancel(number)
+    engine.audit()
+    assert run_out(engine) == []
+    engine.audit()
+
+
+def run_out(engine: LocalEngine) -> list[Token]:
+    tokens: list[Token] = []
+    while engine.has_work:
+        tokens += [token for _, token, _ in engine.step()]
+    return tokens
