@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import random
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,18 +179,21 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def by(kind: str, count: int) -> Left:
+    logs.configure("soak", "warning")
+    return in_one_process(count) if kind == "local" else asyncio.run(transfer(count, kind, _free_port()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Many transfers with cancellations.")
     parser.add_argument("--path", action="append", choices=PATHS)
     parser.add_argument("--count", type=int, default=10_000)
     given = parser.parse_args()
-    logs.configure("soak", "warning")
     leaks = False
     for kind in given.path or PATHS:
         began = time.monotonic()
-        left = (
-            in_one_process(given.count) if kind == "local" else asyncio.run(transfer(given.count, kind, _free_port()))
-        )
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:  # nothing of the path before
+            left = alone.submit(by, kind, given.count).result()
         leaks |= not left.nothing
         print(
             f"{kind:<6} {given.count} transfers in {time.monotonic() - began:.0f} s: {left.right} right, "
