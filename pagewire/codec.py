@@ -6,7 +6,8 @@ Pure. What a user gives that is no request is a PagewireError in one sentence; r
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, SupportsIndex
 
@@ -25,6 +26,16 @@ _SAMPLING = tuple(
 )
 
 
+@contextmanager
+def _building() -> Iterator[None]:
+    """What neither protobuf nor JSON takes is no request."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise PagewireError("INVALID_ARGUMENT", f"the request cannot be built: {error}") from error
+
+
+@_building()
 def build_request(
     prompt: Prompt,
     params: SamplingParams | None = None,
@@ -42,31 +53,28 @@ def build_request(
     """`resume` are the tokens of an interrupted answer, which goes on after them."""
     if not isinstance(params, SamplingParams | None):
         raise _no_request("params must be SamplingParams", params)
-    try:
-        request = gpb.GenerateRequest(
-            request_id=request_id,
-            model=model,
-            output=gpb.OutputOptions(
-                return_text=return_text,
-                return_token_ids=return_token_ids,
-                keep_special_tokens=keep_special_tokens,
-                echo_prompt=echo_prompt,
-            ),
-            cache_salt=cache_salt,
-        )
-        if isinstance(prompt, str):
-            request.text = prompt
-        elif _is_chat(prompt):
-            request.chat.CopyFrom(_chat(prompt, template_kwargs))
-        else:
-            request.token_ids.SetInParent()
-            request.token_ids.ids.extend(_token_ids(prompt))
-        if resume:
-            request.resume.ids.extend(resume)
-        if params is not None:
-            _set_params(request, params)
-    except (TypeError, ValueError) as error:
-        raise PagewireError("INVALID_ARGUMENT", f"the request cannot be built: {error}") from error
+    request = gpb.GenerateRequest(
+        request_id=request_id,
+        model=model,
+        output=gpb.OutputOptions(
+            return_text=return_text,
+            return_token_ids=return_token_ids,
+            keep_special_tokens=keep_special_tokens,
+            echo_prompt=echo_prompt,
+        ),
+        cache_salt=cache_salt,
+    )
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif _is_chat(prompt):
+        request.chat.CopyFrom(_chat(prompt, template_kwargs))
+    else:
+        request.token_ids.SetInParent()
+        request.token_ids.ids.extend(_token_ids(prompt))
+    if resume:
+        request.resume.ids.extend(resume)
+    if params is not None:
+        _set_params(request, params)
     return request
 
 
@@ -116,6 +124,7 @@ def _no_request(rule: str, given: object) -> PagewireError:
     return PagewireError("INVALID_ARGUMENT", f"the request cannot be built: {rule}, got {kind}")
 
 
+@_building()
 def tokenize_request(prompt: str | Messages, add_special_tokens: bool) -> gpb.TokenizeRequest:
     if isinstance(prompt, str):
         return gpb.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
@@ -124,11 +133,9 @@ def tokenize_request(prompt: str | Messages, add_special_tokens: bool) -> gpb.To
     return gpb.TokenizeRequest(chat=_chat(prompt, None), add_special_tokens=add_special_tokens)
 
 
+@_building()
 def detokenize_request(token_ids: Sequence[int]) -> gpb.DetokenizeRequest:
-    try:
-        return gpb.DetokenizeRequest(token_ids=_token_ids(token_ids))
-    except ValueError as error:
-        raise PagewireError("INVALID_ARGUMENT", f"the request cannot be built: {error}") from error
+    return gpb.DetokenizeRequest(token_ids=_token_ids(token_ids))
 
 
 # ---- answers ----------------------------------------------------------------------------------------------------

@@ -128,6 +128,8 @@ async def test_an_error_has_code_sentence_field_and_numbers(front: Front) -> Non
         (lambda client: client.generate(["a", "b"]), "one text, token ids or chat messages, got list of str$"),
         (lambda client: client.generate("x", {"max_tokens": 3}), "params must be SamplingParams, got dict$"),
         (lambda client: client.tokenize(5), "a text or chat messages become tokens, got int$"),
+        (lambda client: client.tokenize("\ud800"), "cannot be built: .* surrogates not allowed$"),
+        (lambda client: client.tokenize([{"role": object()}]), "cannot be built: Object of type object is not JSON"),
         (lambda client: client.detokenize("abc"), "got str$"),
         (lambda client: client.detokenize([-1]), "cannot be built: Value out of range: -1$"),
     ],
