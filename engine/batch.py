@@ -2,7 +2,8 @@
 
 A Batch mixes prefill chunks and decode rows: a row is "these new tokens of one sequence, starting at this
 position, with this block table", and a decode row is a chunk of one token. Rows own nothing: the blocks belong
-to the tables and tickets of the scheduler, which must keep them until the step has ended.
+to the tables and tickets of the scheduler, which must keep them until the step has ended. A batch is the runner's
+until it has given the step's output: then its rows may be used again.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from engine.types import SamplingParams, Token, TokenLogprob
 class SampleInput:
     """Everything, besides the logits, on which token `index` depends: no sampler keeps state between steps.
 
-    `prompt` is the client's original prompt and `output` the tokens emitted since, over all attempts, so
-    len(output) == index. Ids in `eos`, and params.stop_token_ids, cannot be sampled while index < min_tokens.
+    `prompt` is the client's original prompt and `output` the tokens emitted since, over all attempts: `index` of them,
+    less those of steps in flight. Ids in `eos`, and params.stop_token_ids, cannot be sampled while index < min_tokens.
     """
 
     params: SamplingParams
@@ -30,7 +31,8 @@ class SampleInput:
 
 @dataclass(slots=True)
 class Row:
-    """New tokens of one sequence. `blocks` covers at least start + len(tokens) positions.
+    """New tokens of one sequence; none where the newest is that of a step in flight, which only the runner knows.
+    `blocks` covers their positions, from `start` on.
 
     `slot` is a small id, stable while the sequence stays in the engine. `sample` is None for a chunk that is not
     the prompt's last. `prompt_logprobs` k asks for the log probability of each of `targets`, where targets[i] is
