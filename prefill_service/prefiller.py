@@ -157,7 +157,7 @@ class Prefiller:
         actions: list[Action] = []
         for key in [key for key in self._jobs if key[0] == session]:
             actions += self._end(key, now)
-        return actions + self._admit(now)
+        return actions + self.admit(now)
 
     def on_command(self, session: int, command: PrefillCommand, now: float) -> list[Action]:
         if session not in self.sessions:
@@ -188,7 +188,7 @@ class Prefiller:
         job = PrefillJob(session, start, self._hashes(start), now, now - start.age, now + start.deadline)
         self._jobs[key] = job
         self.scheduler.enqueue(job)
-        return self._admit(now)
+        return self.admit(now)
 
     def _refusal(self, start: PrefillStart) -> Refused | None:
         """Why this start cannot be served, now or ever."""
@@ -216,11 +216,8 @@ class Prefiller:
         return chain(root, start.token_ids, layout.block_size)
 
     def admit(self, now: float) -> list[Action]:
-        """Another stage on the same pool gave blocks back."""
-        return self._admit(now)
-
-    def _admit(self, now: float) -> list[Action]:
-        """Accepts waiting jobs, oldest first, while their whole prompts fit."""
+        """Accepts waiting jobs, oldest first, while their whole prompts fit: after every event, and when another stage
+        on the same pool gave blocks back."""
         if not self.scheduler.waiting:
             return []
         actions: list[Action] = []
@@ -271,7 +268,7 @@ class Prefiller:
                 first.append(ToRouter(filling.job.session, event))
                 rest += self._complete(filling, event, now)
         self._release_after_step()
-        return first + self._settle(rest, now) + self._cache_changes() + self._admit(now)
+        return first + self._settle(rest, now) + self._cache_changes() + self.admit(now)
 
     def step_failed(self, facts: dict[str, str], now: float) -> list[Action]:
         """The step raised: its requests fail, all others go on."""
@@ -281,7 +278,7 @@ class Prefiller:
                 actions.append(_failed(key, Reason.INTERNAL, facts))
                 actions += self._end(key, now)
         self._release_after_step()
-        return actions + self._admit(now)
+        return actions + self.admit(now)
 
     def _first_token(self, progress: Progress, now: float) -> FirstToken:
         filling, token = progress.filling, progress.token
@@ -310,7 +307,7 @@ class Prefiller:
             self.ignored["unknown_cancel"] += 1
             self._tombstones.add(key, now)  # a start that arrives late must not begin
             return []
-        return self._end(key, now) + self._admit(now)
+        return self._end(key, now) + self.admit(now)
 
     def _end(self, key: JobKey, now: float) -> list[Action]:
         """Forgets the job. Its blocks follow when the outbox frees the ticket and no step writes into them."""
@@ -366,13 +363,13 @@ class Prefiller:
     # ---- pulls ------------------------------------------------------------------------------------------------
 
     def pull_message(self, pull: int, message: PullRequest, now: float) -> list[Action]:
-        return self._settle(self.outbox.pull_message(pull, message, now), now) + self._admit(now)
+        return self._settle(self.outbox.pull_message(pull, message, now), now) + self.admit(now)
 
     def pull_closed(self, pull: int, now: float) -> list[Action]:
-        return self._settle(self.outbox.pull_closed(pull, now), now) + self._admit(now)
+        return self._settle(self.outbox.pull_closed(pull, now), now) + self.admit(now)
 
     def sent(self, pull: int, position: int, now: float) -> list[Action]:
-        return self._settle(self.outbox.sent(pull, position), now) + self._admit(now)
+        return self._settle(self.outbox.sent(pull, position), now) + self.admit(now)
 
     # ---- time -------------------------------------------------------------------------------------------------
 
@@ -388,7 +385,7 @@ class Prefiller:
         if self.draining and now >= self._drain_until:
             actions += self._end_of_grace(now)
         self._tombstones.expire(now)
-        actions += self._admit(now) + self._cache_changes()
+        actions += self.admit(now) + self._cache_changes()
         load = self.load()
         return actions + [self._load_for(s) for s in self.sessions if self._sent_load.get(s) != load]
 
