@@ -49,9 +49,10 @@ __device__ __forceinline__ uint4 load_stream(const void* p) {
     return v;
 }
 
-// Programmatic dependent launch. Every kernel calls wait_for_inputs() before it reads or writes what another kernel of
-// the step touches: reading weights may come before it. A kernel that skipped it would let its successor overtake its
-// predecessor. Both are nothing when a kernel is launched without the attribute, and on cards before Hopper.
+// Programmatic dependent launch. Every kernel calls wait_for_inputs() before it reads what its predecessor writes, and
+// before it writes itself. Weights may be read before it, K and V of earlier steps, and the plan of attention once another
+// layer's attention has waited for it. A kernel that skipped it would let its successor overtake its predecessor. Both are
+// nothing when a kernel is launched without the attribute, and on cards before Hopper.
 __device__ __forceinline__ void wait_for_inputs() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
