@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import mmap
 import os
 import random
@@ -198,6 +199,7 @@ async def test_the_memory_of_an_owner_that_ended_is_let_go_and_never_read_again(
         with open("/proc/self/maps") as maps:
             return sum("/memfd:" in line for line in maps)
 
+    gc.collect()  # earlier tests' memory
     before = mapped()
     source = (await pair.peers.reach(pair.node)).source
     assert source is not None and mapped() == before + 1
