@@ -520,19 +520,24 @@ async def test_with_certificates_it_speaks_https_to_who_shows_one_and_to_nobody_
             await https.get(f"http://{https.base_url.host}:{https.base_url.port}/health")
 
 
+def asks_and_reads_nothing(http: httpx.AsyncClient) -> socket.socket:
+    """With a long name in every chunk the answer is larger than all that anybody keeps for a connection."""
+    lazy = socket.socket()
+    lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    lazy.connect(("127.0.0.1", http.base_url.port))
+    body = json.dumps({"prompt": "x", "max_tokens": 500, "stream": True, "logprobs": 0}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: {'n' * 128}\r\nContent-Length: {len(body)}"
+    lazy.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
+    return lazy
+
+
 async def test_a_client_that_reads_nothing_loses_its_request_and_slows_nobody(directory: Path) -> None:
     config = RouterConfig(slow_client=0.5)
     async with (
         running_front(directory, says("abc"), config=config, step_seconds=0.001) as front,
         door(front, buffer=8192) as http,
     ):
-        lazy = socket.socket()
-        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        lazy.connect(("127.0.0.1", http.base_url.port))
-        # With a long name in every chunk the answer is larger than all that anybody keeps for a connection.
-        body = json.dumps({"prompt": "x", "max_tokens": 500, "stream": True, "logprobs": 0}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: {'n' * 128}\r\nContent-Length: {len(body)}"
-        lazy.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
+        lazy = asks_and_reads_nothing(http)
         await until(lambda: bool(front.workers.prompts))
         began = time.monotonic()
         assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 5})).status_code == 200
@@ -550,12 +555,7 @@ async def test_the_connection_of_a_client_that_reads_nothing_is_cut_without_a_tr
 ) -> None:
     monkeypatch.setattr(patience, "MOST_WRITE_S", 0.4)
     async with running_front(directory, says("abc"), step_seconds=0.001) as front, door(front, buffer=8192) as http:
-        lazy = socket.socket()
-        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        lazy.connect(("127.0.0.1", http.base_url.port))
-        body = json.dumps({"prompt": "x", "max_tokens": 500, "stream": True, "logprobs": 0}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: {'n' * 128}\r\nContent-Length: {len(body)}"
-        lazy.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
+        lazy = asks_and_reads_nothing(http)
         await until(lambda: bool(front.workers.prompts))
         await until(lambda: front.driver.dispatcher.idle, 10.0)
         peer = lazy.getsockname()
