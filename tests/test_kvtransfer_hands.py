@@ -32,6 +32,7 @@ def on_a_thread_of_its_own(work: Callable[[], object]) -> None:
 @pytest.fixture(autouse=True)
 def idle_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hands, "_running", lambda: 1)
+    monkeypatch.setattr(hands, "_load", lambda: 0.5)
     monkeypatch.setattr(hands, "_cores", lambda: 2)
 
 
@@ -97,6 +98,7 @@ def test_what_goes_wrong_with_one_item_is_raised_when_neither_thread_is_at_any()
 
 def test_nobody_helps_where_every_core_has_something_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hands, "_running", lambda: 3)
+    monkeypatch.setattr(hands, "_load", lambda: 2.5)
 
     def work() -> None:
         pair, me = Hands(), threading.get_native_id()

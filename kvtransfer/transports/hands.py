@@ -1,8 +1,8 @@
 """The two threads of one owner's copies in the CPU's memory: the one that has the work, and one that lends it a hand.
 
 Owns the second thread, and how far both stand behind the threads that compute: a landing may take a little longer, a
-decode step that runs meanwhile must not. Where a core has nothing else to do at that moment both take the next item
-until none is left, and the end waits for both. What is done to a block is the caller's function, which must release the
+decode step that runs meanwhile must not. Where a core has nothing else to do both take the next item until none is
+left, and the end waits for both. What is done to a block is the caller's function, which must release the
 interpreter, as numpy's copies and xxhash do.
 """
 
@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +22,6 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 ALONE = 2  # items that are not worth waking anybody
-LOOK_AGAIN_S = 0.0002
 NICE = 5  # how far these threads stand behind others: a quarter of a core where all cores compute
 _LIBC = ctypes.CDLL(None)
 _LAST = 19  # nobody stands further behind
@@ -60,7 +58,7 @@ class Hands:
     def each(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """`work` of every item, in order. Returns when neither thread is at any of them; raises what `work` raised."""
         self.calm()
-        if len(items) <= ALONE:
+        if len(items) <= ALONE or _load() > _cores():
             return [work(item) for item in items]
         todo = deque(enumerate(items))
         results: dict[int, Result] = {}
@@ -73,14 +71,8 @@ class Hands:
                     return
                 results[number] = work(item)
 
-        def help_if_idle() -> None:
-            if _running() > _cores():  # who gave us the work may still be up
-                time.sleep(LOOK_AGAIN_S)
-            if _running() <= _cores():  # the two of us are among them
-                some()
-
         self._part()
-        helping = self._helper.submit(help_if_idle)
+        helping = self._helper.submit(some)
         try:
             some()
         finally:
@@ -125,6 +117,11 @@ def _running() -> int:
     """How many threads of this machine run, or would if they had a core; the calling one is among them."""
     with open("/proc/loadavg", encoding="ascii") as file:
         return int(file.read().split()[3].partition("/")[0])
+
+
+def _load() -> float:
+    """How many ran or would have, over the last minute: what runs this very moment may be whoever gave us the work."""
+    return os.getloadavg()[0]
 
 
 def _cores() -> int:
