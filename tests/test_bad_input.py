@@ -254,4 +254,4 @@ def test_without_a_worker_client_and_operator_are_told_which_one_is_missing(
         # A first try may break before its refusal is read; the router tries again and says what it learned then.
         line = router.wait_for(f"{wrong} (it is no decode worker)")
         assert "not ready: no prefill worker is up; no decode worker is up" in line
-        assert f"127.0.0.1:{nobody} (UNAVAILABLE: " in line
+        assert f"127.0.0.1:{nobody} (nothing listens there)" in line
