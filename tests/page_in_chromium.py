@@ -87,6 +87,11 @@ def test_without_the_key_it_tells_nothing_and_asks_for_it(page: Page) -> None:
     expect(page.locator("#status")).to_contain_text("ready, version")
 
 
+def await_an_answer(page: Page) -> None:
+    """Some of it, or the words that there is none: random weights may end an answer at once."""
+    expect(page.locator("#turns p[data-who=model]:not(:empty), #turns p.faint")).to_have_count(1, timeout=20_000)
+
+
 def test_a_chat_streams_and_requests_and_their_speed_are_shown(page: Page, protected: Cluster) -> None:
     unlock(page)
     with others_at_work(protected):
@@ -97,8 +102,7 @@ def test_a_chat_streams_and_requests_and_their_speed_are_shown(page: Page, prote
     expect(page.locator("#requests tr")).to_have_count(0, timeout=10_000)
     page.fill("textarea", "Tell me a story <b>now</b>")
     page.press("textarea", "Enter")
-    answer = page.locator("#turns p[data-who=model]")
-    expect(answer).not_to_be_empty(timeout=20_000)
+    await_an_answer(page)
     expect(page.locator("#turns p[data-who=you]")).to_have_text("Tell me a story <b>now</b>")  # text, not markup
     assert page.locator(".map").count() == 3
     page.click("#forget")
@@ -111,13 +115,13 @@ def test_a_new_chat_is_new_though_the_old_one_was_still_answering(page: Page) ->
     page.on("request", lambda request: sent.append(request.post_data or "") if "chat" in request.url else None)
     page.fill("textarea", "Tell me a long story")
     page.press("textarea", "Enter")
-    expect(page.locator("#turns p[data-who=model]")).not_to_be_empty(timeout=20_000)
+    await_an_answer(page)
     page.click("#forget")
     expect(page.locator("#stop")).to_be_hidden()
     expect(page.locator("#turns p")).to_have_count(0)
     page.fill("textarea", "And another")
     page.click("#send")
-    expect(page.locator("#turns p[data-who=model]")).not_to_be_empty(timeout=20_000)
+    await_an_answer(page)
     assert "another" in sent[-1] and "story" not in sent[-1]
 
 
