@@ -52,6 +52,20 @@ __device__ __forceinline__ uint32_t address_in(int rank, const void* own) {
     return address;
 }
 
+// All threads of a cluster: afterwards everybody sees what the others wrote.
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// Four floats from the shared memory of a block of the cluster.
+__device__ __forceinline__ float4 read_four(uint32_t address) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
 // A tile of 128-byte rows at a multiple of 1024 bytes, as a matrix instruction names it; + 2 for each further 16 of K.
 __device__ __forceinline__ uint64_t tile_of(uint32_t address) {
     return uint64_t(address >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;

@@ -102,30 +102,16 @@ __device__ __forceinline__ void finish(const Args& args, const RopeArgs& rope, i
 #endif
 }
 
-// All threads of the blocks that share outputs.
-__device__ __forceinline__ void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
 __device__ __forceinline__ void meet_consumers() {
     asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
 }
 // What lies at `own` in the shared memory of the block with that rank.
 __device__ __forceinline__ uint32_t of_block(const void* own, int of_rank) {
-    uint32_t address = shared_address(own);
-    if (SPLIT > 1) asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(of_rank));
-    return address;
+    return SPLIT > 1 ? address_in(of_rank, own) : shared_address(own);
 }
 __device__ __forceinline__ float read_one(const float* own, int of_rank) {
     float v;
     asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(of_block(own, of_rank)) : "memory");
-    return v;
-}
-__device__ __forceinline__ float4 read_four(const float* own, int of_rank) {
-    float4 v;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(of_block(own, of_rank))
-                 : "memory");
     return v;
 }
 
@@ -246,10 +232,10 @@ __device__ __forceinline__ void multiply_all(const Args& args, const RopeArgs& r
         float a[4] = {}, up[4] = {}, square = 0.f;
 #pragma unroll
         for (int r = 0; r < SPLIT; ++r) {
-            const float4 v = read_four(from, r);
+            const float4 v = read_four(of_block(from, r));
             a[0] += v.x, a[1] += v.y, a[2] += v.z, a[3] += v.w;
 #if EPILOGUE == SILU
-            const float4 u = read_four(from + OUT, r);
+            const float4 u = read_four(of_block(from + OUT, r));
             up[0] += u.x, up[1] += u.y, up[2] += u.z, up[3] += u.w;
 #endif
             if (NORM) square += read_one(&s.squares[local], r);

@@ -237,15 +237,6 @@ __device__ __forceinline__ void finish(const Args& args, const RopeArgs& rope, c
     *reinterpret_cast<Quad*>(static_cast<elem*>(args.out) + size_t(m) * args.outputs + n) = result;
 }
 
-__device__ __forceinline__ float4 read_four(uint32_t address) {
-    float4 v;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
-}
-
 __device__ __forceinline__ void end(Sums& sums, const Args& args, const RopeArgs& rope, Shared& s, char* ring) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     __syncthreads();  // nobody reads the ring any more, and no copy is under way to it
@@ -267,8 +258,7 @@ __device__ __forceinline__ void end(Sums& sums, const Args& args, const RopeArgs
     uint32_t meetings[SPLIT];
 #pragma unroll
     for (int r = 0; r < SPLIT; ++r) meetings[r] = address_in(r, meeting);
-    // Afterwards everybody sees what the others wrote.
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    meet_cluster();
 #pragma unroll
     for (int batch = 0; batch < ENDINGS; batch += BATCH) {
         float4 read[BATCH][SPLIT];
