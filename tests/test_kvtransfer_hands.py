@@ -31,7 +31,6 @@ def on_a_thread_of_its_own(work: Callable[[], object]) -> None:
 
 @pytest.fixture(autouse=True)
 def idle_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hands, "_running", lambda: 1)
     monkeypatch.setattr(hands, "_load", lambda: 0.5)
     monkeypatch.setattr(hands, "_cores", lambda: 2)
 
@@ -97,7 +96,6 @@ def test_what_goes_wrong_with_one_item_is_raised_when_neither_thread_is_at_any()
 
 
 def test_nobody_helps_where_every_core_has_something_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hands, "_running", lambda: 3)
     monkeypatch.setattr(hands, "_load", lambda: 2.5)
 
     def work() -> None:
@@ -107,8 +105,6 @@ def test_nobody_helps_where_every_core_has_something_to_do(monkeypatch: pytest.M
             return threading.get_native_id()
 
         assert set(pair.each(who, range(20))) == {me}
-        pair.calm()
-        assert pair.begin(who, 1).result() == me
         pair.close()
 
     on_a_thread_of_its_own(work)

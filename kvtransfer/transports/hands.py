@@ -13,11 +13,10 @@ import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-Given = ParamSpec("Given")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -46,49 +45,50 @@ class Hands:
         self._helper = ThreadPoolExecutor(1, "hands", initializer=self._introduce)
         self._helper_id: int | None = None
         self._known: int | None = None  # the thread that has the work
-        self._helped: bool | None = None  # None: nobody has looked since this slice began
-
-    def calm(self) -> None:
-        """Before each slice: the calling thread, which does nothing else, gives way too."""
-        self._helped = None
-        if self._known != threading.get_native_id():
-            self._known = threading.get_native_id()
-            give_way(self._niceness)
 
     def each(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """`work` of every item, in order. Returns when neither thread is at any of them; raises what `work` raised."""
-        self.calm()
-        if len(items) <= ALONE or _load() > _cores():
-            return [work(item) for item in items]
         todo = deque(enumerate(items))
         results: dict[int, Result] = {}
 
         def some() -> None:
-            while todo:
-                try:
-                    number, item = todo.popleft()
-                except IndexError:  # the other one was quicker
-                    return
-                results[number] = work(item)
+            try:
+                for number, item in taken(todo):
+                    results[number] = work(item)
+            except BaseException:
+                todo.clear()
+                raise
 
+        self.both(some, len(items))
+        return [results[number] for number in range(len(items))]
+
+    def both(self, some: Callable[[], None], items: int) -> None:
+        """`some` on both threads, which take as many `items` from one list; on this one alone where two do not pay.
+
+        Returns when neither is at it. What it raises on one of them does not end it on the other.
+        """
+        self._calm()
+        if items <= ALONE or _load() > _cores():
+            some()
+            return
         self._part()
         helping = self._helper.submit(some)
         try:
             some()
         finally:
-            todo.clear()
             if not helping.cancel():  # it has begun
                 helping.result()
-        return [results[number] for number in range(len(items))]
 
-    def begin(self, work: Callable[Given, Result], *given: Given.args, **more: Given.kwargs) -> Future[Result]:
-        """On the helper alone, after what it was given before; here, if no core was idle when the slice began."""
-        if self._helped is None:
-            self._part()
-            self._helped = _running() < _cores()
-        if self._helped:
-            return self._helper.submit(work, *given, **more)
-        return done(work(*given, **more))
+    def meet(self, greet: Callable[[], object]) -> None:
+        """Once on each thread, this one first."""
+        greet()
+        self._helper.submit(greet).result()
+
+    def _calm(self) -> None:
+        """The calling thread, which does nothing but copy, gives way too."""
+        if self._known != threading.get_native_id():
+            self._known = threading.get_native_id()
+            give_way(self._niceness)
 
     def close(self) -> None:
         self._helper.shutdown(wait=False)
@@ -106,17 +106,14 @@ class Hands:
                 os.sched_setaffinity(self._helper_id, others)
 
 
-def done(result: Result) -> Future[Result]:
-    """What `begin` returns, of work that is over."""
-    future: Future[Result] = Future()
-    future.set_result(result)
-    return future
-
-
-def _running() -> int:
-    """How many threads of this machine run, or would if they had a core; the calling one is among them."""
-    with open("/proc/loadavg", encoding="ascii") as file:
-        return int(file.read().split()[3].partition("/")[0])
+def taken(todo: deque[Item]) -> Iterator[Item]:
+    """What this thread gets of a list that another one takes from too."""
+    while True:
+        try:
+            item = todo.popleft()
+        except IndexError:
+            return
+        yield item
 
 
 def _load() -> float:

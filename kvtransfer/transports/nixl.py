@@ -2,8 +2,9 @@
 
 Each worker has one agent, made when a pair first needs it, with its whole pool registered: the CPU's memory or a
 card's, by the same code. An owner's offer is its agent's metadata and where the pool lies; a puller loads it once per
-incarnation and then names blocks by id: one READ per slice of a pull, one descriptor per block. A transfer is waited
-for on the source's own thread, in short sleeps, until it is terminal. NIXL is an extra, and only this file imports it.
+incarnation and then names blocks by id: a few READs per pull, one descriptor per block, by two threads of the source's
+own where a core is idle. A transfer is waited for where it was posted, in short sleeps, until it is terminal. NIXL is
+an extra, and only this file imports it.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from engine.messages import KvLayout, Node
 from kvtransfer.paths import Cache, Copy, CopyFailed, NoPath
-from kvtransfer.transports.hands import Hands, done
+from kvtransfer.transports.hands import Hands, taken
 
 _OFFER = struct.Struct("<8sQQQ32s")  # magic, address of block 0, device, blocks, layout
 _MAGIC = b"pagenixl"
 _PACKAGES = ("nixl_cu13", "nixl_cu12")  # either will do where no card is used
 POLL_S = (0.00005, 0.0005)  # the first wait for a transfer, doubled until the longest
 SLICE_BYTES = 64 << 20  # of one trip to the copying thread
-GROUP_BYTES = 16 << 20  # of one READ, if its blocks are digested
-AT_ONCE = 1  # READs that are posted before the oldest is waited for, besides it
+READ_BYTES = 4 << 20  # of one READ
+AT_ONCE = 1  # READs that a thread posts before it waits for the oldest, besides that one
+WORKERS = 2  # of UCX's, one for each of a source's threads: the READs of one worker go one after the other
 ANSWER_S = (0.0005, 0.01)  # how often an owner looks whether it is asked for something: while it is pulled from, else
 PATIENCE_S = 10.0  # for one transfer, after which its owner is given up
 HINT = "pip install 'pagewire[nixl]'"
@@ -69,10 +70,10 @@ class Agent:
         began = time.monotonic()
         api = _load()
         self.errors = _errors(api)
-        strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # copying threads share the agent
+        shared = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW  # copying threads share the agent, and READ side by side
         try:
-            config = api.nixl_agent_config(False, backends=["UCX"], sync_mode=strict)
-            self.nixl = api.nixl_agent(name, config)
+            self.nixl = api.nixl_agent(name, api.nixl_agent_config(False, backends=[], sync_mode=shared))
+            self.nixl.create_backend("UCX", {"num_workers": str(WORKERS)})
             if "UCX" not in self.nixl.backends:
                 raise NoPath("this NIXL has no UCX")
             size = region.num_blocks * layout.block_bytes
@@ -81,6 +82,7 @@ class Agent:
             raise NoPath(f"NIXL does not start: {_words(error)}") from error
         self.name = name
         self.region = region
+        self.binding = threading.Lock()  # while threads are given their workers
         self.block_bytes = layout.block_bytes
         self.here = self.blocks("NIXL_INIT_AGENT", region)
         self.started_seconds = time.monotonic() - began
@@ -207,8 +209,16 @@ class NixlExport:
 # ---- the puller ---------------------------------------------------------------------------------------------------
 
 
+class _Read(NamedTuple):
+    """One READ that is posted, and what NIXL said to that."""
+
+    copies: Sequence[Copy]
+    transfer: Any
+    state: str
+
+
 class NixlSource:
-    """One owner's blocks. Its thread waits for each READ; any state but "still running" ends it."""
+    """One owner's blocks. Its threads wait for each READ; any state but "still running" ends it."""
 
     slice_bytes = SLICE_BYTES
 
@@ -218,64 +228,77 @@ class NixlSource:
         self._owner = owner
         self._ending = threading.Event()
         self._hands = Hands()
+        self._bound = False  # its threads to their workers
         self.num_blocks = region.num_blocks
         self.operations = 0
         self.gone = False
 
     def copy(self, cache: Cache, copies: Sequence[Copy]) -> list[int]:
-        """Two groups of blocks are under way at a time, and the one before is digested by the other hand."""
-        self._hands.calm()
-        reading: deque[tuple[Sequence[Copy], Any, str]] = deque()
-        digests: list[Future[list[int]]] = []
+        """Both hands take READs until none is left, and each digests what its own have brought."""
+        most = max(1, READ_BYTES // self._agent.block_bytes)
+        todo = deque(copies[first : first + most] for first in range(0, len(copies), most))
+        digests: dict[int, int] = {}
         try:
-            for group in self._groups(copies):
-                reading.append((group, *self._read(group)))
-                while reading and (len(reading) > AT_ONCE or reading[0][2] == "DONE"):
-                    digests.append(self._landed(cache, reading, copies[-1]))
-            while reading:
-                digests.append(self._landed(cache, reading, copies[-1]))
+            if not self._bound:
+                self._bind()
+            self._hands.both(lambda: self._some(cache, todo, digests), len(todo))
         except self._agent.errors as error:
-            self.gone = True
-            self._give_up(reading)
             raise CopyFailed(f"NIXL: {_words(error)}") from error
-        return [digest for group in digests for digest in group.result()]
+        return [digests[each.position] for each in copies]
 
-    def _groups(self, copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
-        """What each READ gets: less and less at the end, so that little is left to digest after the last byte."""
-        if all(each.tokens is None for each in copies):
-            yield copies
-            return
-        most, first = max(1, GROUP_BYTES // self._agent.block_bytes), 0
-        while first < len(copies):
-            count = min(most, max(1, (len(copies) - first) * 3 // 4))
-            yield copies[first : first + count]
-            first += count
+    def _bind(self) -> None:
+        """NIXL gives a thread the next worker in turn when it first makes a READ, for good: in a row both get one."""
+        nixl, first = self._agent.nixl, np.zeros(1, np.int32)
 
-    def _read(self, copies: Sequence[Copy]) -> tuple[Any, str]:
+        def make() -> None:
+            nixl.release_xfer_handle(nixl.make_prepped_xfer("READ", self._agent.here, first, self._remote, first))
+
+        with self._agent.binding:
+            self._hands.meet(make)
+        self._bound = True
+
+    def _some(self, cache: Cache, todo: deque[Sequence[Copy]], digests: dict[int, int]) -> None:
+        """On one of the two. While a READ is under way the one before is digested; most of those between processes of
+        one host are over when they are posted."""
+        reading: deque[_Read] = deque()
+        try:
+            for copies in taken(todo):
+                reading.append(self._read(copies))
+                while reading and (len(reading) > AT_ONCE or reading[0].state == "DONE"):
+                    self._landed(cache, reading.popleft(), digests)
+            while reading:
+                self._landed(cache, reading.popleft(), digests)
+        except BaseException as error:
+            self.gone = self.gone or isinstance(error, self._agent.errors)
+            todo.clear()
+            self._give_up(reading)
+            raise
+
+    def _read(self, copies: Sequence[Copy]) -> _Read:
         nixl = self._agent.nixl
         here = np.array([each.destination for each in copies], np.int32)
         there = np.array([each.source for each in copies], np.int32)
         self.operations += 1
         transfer = nixl.make_prepped_xfer("READ", self._agent.here, here, self._remote, there)
-        return transfer, nixl.transfer(transfer)
+        return _Read(copies, transfer, nixl.transfer(transfer))
 
-    def _landed(self, cache: Cache, reading: deque[tuple[Sequence[Copy], Any, str]], last: Copy) -> Future[list[int]]:
-        group, transfer, state = reading.popleft()
-        self._finish(transfer, state)
-        if group[-1] is last:  # this hand has nothing else to do
-            return done(_digests(cache, group))
-        return self._hands.begin(_digests, cache, group)
+    def _landed(self, cache: Cache, read: _Read, digests: dict[int, int]) -> None:
+        self._finish(read)
+        for each in read.copies:
+            tokens = each.tokens
+            digests[each.position] = 0 if tokens is None else cache.digest(each.destination, each.position, tokens)
 
-    def _give_up(self, reading: Iterable[tuple[Sequence[Copy], Any, str]]) -> None:
+    def _give_up(self, reading: Iterable[_Read]) -> None:
         """What is still under way is waited for: only then may its blocks be given back."""
-        for _, transfer, state in reading:
+        for read in reading:
             with contextlib.suppress(*self._agent.errors):
-                self._finish(transfer, state)
+                self._finish(read)
 
-    def _finish(self, transfer: Any, state: str) -> None:
+    def _finish(self, read: _Read) -> None:
         """Waits until no byte can be written any more, however long it takes. A transfer cannot be cancelled: NIXL lets
         go of one that its owner has not answered yet, and the answer is written all the same when it comes."""
-        nixl, pause, patience = self._agent.nixl, POLL_S[0], time.monotonic() + PATIENCE_S
+        nixl, (_, transfer, state) = self._agent.nixl, read
+        pause, patience = POLL_S[0], time.monotonic() + PATIENCE_S
         try:
             while state == "PROC":
                 if self._ending.is_set():
@@ -298,10 +321,6 @@ class NixlSource:
         with contextlib.suppress(*self._agent.errors):  # the owner may be gone, which is why this is closed
             self._agent.nixl.release_dlist_handle(self._remote)
             self._agent.nixl.remove_remote_agent(self._owner)
-
-
-def _digests(cache: Cache, copies: Sequence[Copy]) -> list[int]:
-    return [0 if each.tokens is None else cache.digest(each.destination, each.position, each.tokens) for each in copies]
 
 
 class NixlImport:
