@@ -71,6 +71,22 @@ def test_products_are_launched_with_what_their_kernels_take(
     assert dtype != "float32" or not boxes
 
 
+@pytest.mark.parametrize("rows", [65, 128, 192, 256])
+def test_gate_and_up_in_one_wave_are_launched_with_what_the_kernel_takes(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boxes: list[int] = []
+    monkeypatch.setattr(cuda_products, "tensor_map", lambda matrix, box: (boxes.append(box), bytes(128))[1])
+    gpu: Any = Recorder()
+    heads = Heads(heads=32, kv_heads=8, head_dim=128, block_size=16, layers=2)
+    x, weight = torch.empty(256, 4096, dtype=torch.bfloat16), torch.empty(28672, 4096, dtype=torch.bfloat16)
+    products = Products(gpu, "bfloat16", heads, 1e-5, [x])
+    products.launch_wide(gpu, weight.t(), x[:rows], torch.empty(rows, 14336, dtype=x.dtype))
+    [(launch, arguments)] = gpu.launched
+    signatures.check(launch, arguments)
+    assert boxes == [112, -(-rows // 64) * 64] and launch.grid == (128, 1)
+
+
 def test_attention_alone_is_prepared_with_what_its_kernels_take() -> None:
     letters = {"int": "i", "float": "f", "int64_t": "q", "Ahead": "4x{AHEAD.size}s"}  # at a multiple of 8
     source = (SOURCES.parent / "engine" / "backend" / "attention.py").read_text()

@@ -24,6 +24,7 @@ from engine.loader.random_shapes import SHAPES
 _SHARED_PER_MULTIPROCESSOR = {"sm_80": 164 << 10, "sm_90a": 228 << 10}  # bytes
 _ROWS = (1, 16, 32, 64, 128, 256)  # one for each cut that engine.backend.products knows
 _HALVES = (96, 128, 192, 256)  # and for those of batches in two lanes
+_WIDE = (128, 192, 256)  # and for those that engine.backend.wide knows
 
 
 def step_kernels(config: ModelConfig, dtype: str, block_size: int, arch: str) -> Iterator[Kernel]:
@@ -56,6 +57,9 @@ def step_kernels(config: ModelConfig, dtype: str, block_size: int, arch: str) ->
             )
             if product is not None:
                 yield product.launch.kernel
+    for rows in _WIDE if hopper else ():
+        if (cut := wide_shape(inner, hidden, rows, dtype)) is not None:
+            yield wide(inner, rows, dtype, cut).kernel
     yield launches.rms_norm(hidden, 1, dtype).kernel
     yield launches.silu_mul(inner, 1, dtype).kernel
     yield launches.rope_write(heads, 1, dtype).kernel
@@ -75,29 +79,11 @@ def all_kernels(arch: str) -> list[Kernel]:
     for name, dtypes in (("llama3-8b", ("bfloat16",)), ("smollm2-135m", ("bfloat16", "float32"))):
         for dtype in dtypes:
             found |= dict.fromkeys(step_kernels(ModelConfig.from_dict(SHAPES[name]), dtype, 16, arch))
-    if arch != "sm_80":
-        found |= dict.fromkeys(_wide_kernels())
     for head_dim in attention.HEAD_DIMS:
         shape = attention.AttentionShape("float16", head_dim, 4, 16)
         chosen = attention.geometry(shape, _SHARED_PER_MULTIPROCESSOR[arch])
         found |= dict.fromkeys(attention.kernels(shape, chosen))
     return list(found)
-
-
-def _wide_kernels() -> Iterator[Kernel]:
-    """Of wide.cu for Llama-3-8B: its tests and benchmarks launch them, a decode step does not yet."""
-    heads = Heads(32, 8, 128, 16, 32)
-    for rows in (128, 192, 256):
-        for outputs, inputs, ending in (
-            (6144, 4096, Ending.ROPE),
-            (4096, 4096, Ending.RESIDUAL),
-            (14336, 4096, Ending.SILU),
-            (4096, 14336, Ending.RESIDUAL),
-        ):
-            shape = wide_shape(outputs, inputs, rows, ending, "bfloat16")
-            assert shape is not None, f"wide.cu has no cut for {outputs} outputs of {inputs} inputs, {rows} rows"
-            writes, norm = (heads if ending is Ending.ROPE else None), ending is not Ending.RESIDUAL
-            yield wide(outputs, inputs, rows, "bfloat16", ending, shape, norm=norm, heads=writes).kernel
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

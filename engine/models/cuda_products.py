@@ -17,6 +17,7 @@ from engine.backend.cuda import Gpu
 from engine.backend.launches import Heads
 from engine.backend.products import WHOLE, Ending
 from engine.backend.tensor_map import tensor_map
+from engine.backend.wide import wide, wide_shape
 from engine.models.llama import Llama
 
 
@@ -55,6 +56,14 @@ class Products:
             stages = inputs // found.shape.inputs
             gpu.launch(found.launch, w_map, x_map, bias, out, rows, outputs, stages, self._eps, *more)
         return True
+
+    def launch_wide(self, gpu: Gpu, weight: Tensor, x: Tensor, out: Tensor) -> None:
+        """Gate and up and silu of many rows, which are normalized already: where `wide_shape` has a cut."""
+        (rows, inputs), outputs = x.shape, out.shape[1]
+        shape = wide_shape(outputs, inputs, rows, self._dtype)
+        assert shape is not None, "other kernels are faster"
+        maps = self._map(weight.t(), shape.outputs), self._map(self._rest(x), shape.rows)
+        gpu.launch(wide(outputs, rows, self._dtype, shape), *maps, out, rows, outputs, inputs // 64)
 
     def _rest(self, x: Tensor) -> Tensor:
         """The workspace from the first row of x to its end."""
