@@ -5,7 +5,7 @@
 #include "attention_plan.cuh"
 
 constexpr int THREADS = 1024;
-constexpr int SHORTEST_SHARE = 2 * WARPS;  // less and merging costs more than it brings
+constexpr int SHORTEST_SHARE = 2 * WARPS;  // of a longer row: less and merging costs more than it brings
 constexpr int LONG_SHARE = 1600;           // so long that merges cost nothing beside it
 
 struct Pair {
@@ -43,7 +43,7 @@ static_assert(THREADS == WARP * WARP, "a warp adds up the warps");
 // Units per block. When all rows are equally long, a share that ends with a row's units needs fewer merges: worth 8% of
 // the blocks while shares are short, because the memory, not the blocks, is the limit.
 __device__ int share_of(int units, int grid, int shortest, int longest) {
-    const int even = max((units + grid - 1) / grid, SHORTEST_SHARE);
+    const int even = max((units + grid - 1) / grid, min(SHORTEST_SHARE, longest));
     if (shortest != longest || even == SHORTEST_SHARE || even > LONG_SHARE) return even;
     const int limit = even + even * 8 / 100;
     if (even >= longest) {
