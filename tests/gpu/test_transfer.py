@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -114,8 +113,8 @@ class Owner:
         self.sums: list[int] = json.loads(self.process.stdout.readline())
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        with self.process:  # which waits, and closes the pipes
+            self.process.kill()
 
 
 @pytest.fixture
