@@ -34,6 +34,7 @@ from engine.cuda_copies import CTAS
 from engine.loader.random_shapes import SHAPES
 from engine.messages import KvLayout
 from engine.types import SamplingParams
+from wire import logs
 
 BLOCK_BYTES = 2 << 20  # 16 tokens of the Llama-3-8B shape in bfloat16
 COUNTS = (1, 64, 256)
@@ -269,6 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=12, help="of each handover; the first two warm up")
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args(arguments)
+    logs.configure("benchmark", "warning")
     if options.own is not None:
         return own(options.own, options.blocks)
     cards = torch.cuda.device_count()
