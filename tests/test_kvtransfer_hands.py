@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from kvtransfer.transports import hands
 from kvtransfer.transports.hands import NICE, Hands
+
+waited = hands._waited  # by the kernel's count; the tests have their own
 
 
 def on_a_thread_of_its_own(work: Callable[[], object]) -> None:
@@ -31,8 +36,7 @@ def on_a_thread_of_its_own(work: Callable[[], object]) -> None:
 
 @pytest.fixture(autouse=True)
 def idle_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hands, "_load", lambda: 0.5)
-    monkeypatch.setattr(hands, "_cores", lambda: 2)
+    monkeypatch.setattr(hands, "_waited", lambda: 0.0)
 
 
 @pytest.mark.parametrize("niceness", [0, 10, 18])
@@ -95,19 +99,60 @@ def test_what_goes_wrong_with_one_item_is_raised_when_neither_thread_is_at_any()
     on_a_thread_of_its_own(work)
 
 
-def test_nobody_helps_where_every_core_has_something_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hands, "_load", lambda: 2.5)
+def test_nobody_helps_for_a_while_where_the_second_thread_had_to_wait_for_a_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hands, "ALONE_S", 0.2)
 
     def work() -> None:
         pair, me = Hands(), threading.get_native_id()
+        both = threading.Barrier(2)
 
-        def who(item: int) -> int:
+        def together(item: int) -> int:
+            if item < 2:
+                both.wait(timeout=20)
             return threading.get_native_id()
 
-        assert set(pair.each(who, range(20))) == {me}
+        def alone(item: int) -> int:
+            return threading.get_native_id()
+
+        assert len(set(pair.each(together, range(20)))) == 2
+        monkeypatch.setattr(hands, "_waited", time.monotonic)  # all the time
+        assert len(set(pair.each(together, range(20)))) == 2
+        monkeypatch.setattr(hands, "_waited", lambda: 0.0)
+        assert set(pair.each(alone, range(20))) == {me}
+        time.sleep(0.25)
+        assert len(set(pair.each(together, range(20)))) == 2
         pair.close()
 
     on_a_thread_of_its_own(work)
+
+
+def test_a_thread_that_others_keep_off_its_core_has_waited() -> None:
+    def work() -> None:
+        os.sched_setaffinity(threading.get_native_id(), {min(os.sched_getaffinity(0))})
+        ended = threading.Event()
+        rivals = [threading.Thread(target=_hash_until, args=(ended,)) for _ in range(3)]  # on the same core
+        for rival in rivals:
+            rival.start()
+        before = waited()
+        _hash_until(ended, 0.3)
+        seconds = waited() - before
+        ended.set()
+        for rival in rivals:
+            rival.join()
+        assert seconds > 0.1
+
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("this kernel keeps no count")
+    on_a_thread_of_its_own(work)
+
+
+def _hash_until(ended: threading.Event, seconds: float = 20.0) -> None:
+    """Keeps a core busy without the interpreter."""
+    data, give_up = bytes(1 << 22), time.monotonic() + seconds
+    while not ended.is_set() and time.monotonic() < give_up:
+        hashlib.sha256(data).digest()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")

@@ -98,16 +98,14 @@ def cache() -> FakeCache:
 
 
 @pytest.fixture
-def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no core for a second thread."""
-    monkeypatch.setattr(hands, "_load", lambda: 3.0)
-    monkeypatch.setattr(hands, "_cores", lambda: 1)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody helps."""
+    monkeypatch.setattr(hands, "ALONE", BLOCKS)
 
 
 @pytest.fixture
 def idle_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hands, "_load", lambda: 0.5)
-    monkeypatch.setattr(hands, "_cores", lambda: 2)
+    monkeypatch.setattr(hands, "_waited", lambda: 0.0)
 
 
 def test_a_read_that_its_owner_does_not_answer_is_waited_for_and_the_owner_given_up(
@@ -129,7 +127,7 @@ def test_a_read_that_its_owner_does_not_answer_is_waited_for_and_the_owner_given
     source.close()
 
 
-@pytest.mark.usefixtures("one_core")
+@pytest.mark.usefixtures("one_thread")
 def test_a_read_that_fails_is_over_when_those_beside_it_are(cache: FakeCache) -> None:
     played = Played()
     source = source_of(agent_of(played))

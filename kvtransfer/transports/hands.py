@@ -3,7 +3,7 @@
 Owns the second thread, and how far both stand behind the threads that compute: a landing may take a little longer, a
 decode step that runs meanwhile must not. Where a core has nothing else to do both take the next item until none is
 left, and the end waits for both. What is done to a block is the caller's function, which must release the
-interpreter, as numpy's copies and xxhash do.
+interpreter, as numpy's copies, xxhash and NIXL's READs do.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 ALONE = 2  # items that are not worth waking anybody
+WAITED = 0.5  # of its time, by a second thread that had no core: more, and all have something else to do
+ALONE_S = 0.25  # how long nobody is woken then
 NICE = 5  # how far these threads stand behind others: a quarter of a core where all cores compute
 _LIBC = ctypes.CDLL(None)
 _LAST = 19  # nobody stands further behind
@@ -45,6 +48,7 @@ class Hands:
         self._helper = ThreadPoolExecutor(1, "hands", initializer=self._introduce)
         self._helper_id: int | None = None
         self._known: int | None = None  # the thread that has the work
+        self._alone_until = 0.0  # monotonic
 
     def each(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """`work` of every item, in order. Returns when neither thread is at any of them; raises what `work` raised."""
@@ -68,16 +72,23 @@ class Hands:
         Returns when neither is at it. What it raises on one of them does not end it on the other.
         """
         self._calm()
-        if items <= ALONE or _load() > _cores():
+        if items <= ALONE or time.monotonic() < self._alone_until:
             some()
             return
         self._part()
-        helping = self._helper.submit(some)
+        helping = self._helper.submit(self._help, some)
         try:
             some()
         finally:
             if not helping.cancel():  # it has begun
                 helping.result()
+
+    def _help(self, some: Callable[[], None]) -> None:
+        began, waited = time.monotonic(), _waited()
+        some()
+        now = time.monotonic()
+        if _waited() - waited > WAITED * (now - began):
+            self._alone_until = now + ALONE_S
 
     def meet(self, greet: Callable[[], object]) -> None:
         """Once on each thread, this one first."""
@@ -116,10 +127,10 @@ def taken(todo: deque[Item]) -> Iterator[Item]:
         yield item
 
 
-def _load() -> float:
-    """How many ran or would have, over the last minute: what runs this very moment may be whoever gave us the work."""
-    return os.getloadavg()[0]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+def _waited() -> float:
+    """Seconds that this thread could have run and had no core. Where the kernel keeps no count of them: none."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except OSError:
+        return 0.0
