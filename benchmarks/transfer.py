@@ -1,11 +1,12 @@
 """KV transfer between two processes' worth of state on this CPU: each path beside its raw peer in the same run.
 
-`memfd` stands beside a plain copy out of the same kind of memory, `nixl` beside one READ of the same blocks, `grpc`
-beside a bare grpc.aio stream of the same messages on the same kind of channel. A round moves --size bytes in blocks of
---block, from sealed at the owner to validated at the puller, through the real state machines and drivers. Streams are
-open before, ours and the bare one: a Pull is opened while its prompt is still computed. Rounds of path and peer
-alternate, and medians are compared. `hand-over` is the same for one block: what a first token waits for after the last
-chunk. Owner and puller share this process and its loop. `python -m benchmarks.transfer` or `pagewire bench kv`
+`memfd` stands beside a plain copy out of the same kind of memory and `nixl` beside one READ of the same blocks, both by
+one thread where ours are two if a core is idle; `grpc` beside a bare grpc.aio stream of the same messages on the same
+kind of channel. A round moves --size bytes in blocks of --block, from sealed at the owner to validated at the puller,
+through the real state machines and drivers. Streams are open before, ours and the bare one: a Pull is opened while its
+prompt is still computed. Rounds of path and peer alternate, and medians are compared. `hand-over` is the same for one
+block: what a first token waits for after the last chunk. Owner and puller share this process and its loop.
+`python -m benchmarks.transfer` or `pagewire bench kv`
 """
 
 from __future__ import annotations
