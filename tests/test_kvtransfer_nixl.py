@@ -45,6 +45,7 @@ class Played:
 
     def make_prepped_xfer(self, operation: str, here: Any, ids: Any, there: Any, from_ids: Any) -> Read:
         self.made_by.append(threading.get_native_id())
+        time.sleep(0.001)  # somebody else's turn
         return Read(len(ids))
 
     def transfer(self, read: Read) -> str:
