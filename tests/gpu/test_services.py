@@ -1,7 +1,7 @@
 """Router, prefill and decode workers that share one card, as processes: the tokens of one process, also under kill -9.
 
-float32, in which a token does not depend on the company that its row had: an answer that two workers made has to be the
-one that `LLM` makes on the same card.
+float32, in which a token depends on the company of its row only where two logits differ in the last bits of a sum: an
+answer that two workers made has to be the one that `LLM` makes on the same card.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -71,6 +72,23 @@ def assert_idle(client: Client) -> None:
         time.sleep(0.1)
 
 
+def assert_same_but_for_ties(llm: LLM, prompt: list[int], found: list[int], expected: list[int]) -> None:
+    """Where answers part, both tokens were as likely, and what follows is what one process makes of `found`."""
+    assert len(found) == len(expected)
+    greedy = SamplingParams(temperature=0, max_tokens=len(found), ignore_eos=True)
+    while found != expected:
+        at = next(i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
+        [tie] = llm.generate(
+            {"prompt_token_ids": prompt + found[:at]}, replace(greedy, max_tokens=1, logprobs=2), use_tqdm=False
+        )
+        likely = tie.outputs[0].logprobs[0]
+        assert found[at] in likely and expected[at] in likely, f"token {at} is none of the two best: {likely}"
+        assert abs(likely[found[at]].logprob - likely[expected[at]].logprob) < 1e-3, f"token {at} is no tie: {likely}"
+        expected = found[: at + 1]
+        if left := len(found) - at - 1:
+            expected += in_one_process(llm, [prompt + expected], [replace(greedy, max_tokens=left)])[0]
+
+
 def test_answers_of_workers_on_one_card_are_those_of_one_process(services: Cluster, llm: LLM) -> None:
     prompts, params = prompts_and_params(24, 40)
     expected = in_one_process(llm, prompts, params)
@@ -83,6 +101,7 @@ def test_answers_of_workers_on_one_card_are_those_of_one_process(services: Clust
 
 def test_a_decode_worker_killed_under_load_loses_no_token(services: Cluster, llm: LLM) -> None:
     prompts, params = prompts_and_params(32, 400)
+    params = [replace(each, temperature=0, top_p=1, repetition_penalty=1) for each in params]
     expected = in_one_process(llm, prompts, params)
     with Client(services.address) as client, ThreadPoolExecutor(len(prompts)) as threads:
         asked = [
@@ -93,7 +112,8 @@ def test_a_decode_worker_killed_under_load_loses_no_token(services: Cluster, llm
             assert time.monotonic() < deadline and not all(each.done() for each in asked), "nothing ran"
         services.kill("decode-1")
         found = [list(each.result().token_ids) for each in asked]
-        assert found == expected
+        for prompt, one, other in zip(prompts, found, expected, strict=True):
+            assert_same_but_for_ties(llm, prompt, one, other)
         services.start("decode-1")
         services.wait_ready(seconds=START_SECONDS)
         assert_idle(client)
