@@ -135,15 +135,20 @@ class DecodeSteps:
 
     def decode(self, inputs: DecodeInputs, rows: int, pool: Tensor) -> Tensor:
         """Logits [rows, vocabulary] of the first `rows` rows, float32 or of the element type; overwritten next time."""
-        parts = self._parts(inputs, rows)
-        for part in parts[1:]:
-            part.lane.gpu.stream.wait_stream(self._gpu.stream)
-        for part in parts:
-            self._begin(part)
-        for index in range(len(self.weights.layers)):
+        parts, layers = self._parts(inputs, rows), len(self.weights.layers)
+        # A second half waits for all that was launched before it: nothing, or the first one's attention.
+        for part in parts if rows in lanes.LATE else reversed(parts):
+            if part is not parts[0]:
+                part.lane.gpu.stream.wait_stream(self._gpu.stream)
+            with part.lane.gpu.on_stream():
+                self._begin(part)
+                self._attend(part, 0, pool)
+        for index in range(layers):
             for part in parts:
                 with part.lane.gpu.on_stream():
-                    self._layer(part, index, pool)
+                    self._feed_forward(part, index)
+                    if index + 1 < layers:
+                        self._attend(part, index + 1, pool)
         for part in parts[1:]:
             self._gpu.stream.wait_stream(part.lane.gpu.stream)
         return self._head(self._at.part(0, rows), overlap=len(parts) == 1)
@@ -165,7 +170,7 @@ class DecodeSteps:
         embed = launches.embed(self.config.hidden_size, rows, self.dtype)
         lane.gpu.launch(embed, self.weights.embed, inputs.tokens, part.at.x)
 
-    def _layer(self, part: Part, index: int, pool: Tensor) -> None:
+    def _attend(self, part: Part, index: int, pool: Tensor) -> None:
         config, layer = self.config, self.weights.layers[index]
         lane, at, places = part.lane, part.at, part.inputs.places
         self._qkv_step(part, layer, self._rope(places, pool, index))
@@ -174,6 +179,9 @@ class DecodeSteps:
             Long(pool.stride(0)), self._qkv, places.tables.stride(0), part.rows, config.num_kv_heads,
             config.head_dim**-0.5, 0.0, int(index > 0), self._ahead(part, index), yields=lane is not self._whole,
         )  # fmt: skip
+
+    def _feed_forward(self, part: Part, index: int) -> None:
+        at, layer = part.at, self.weights.layers[index]
         self._add_step(part, at.attended, layer.out, layer.out_bias)
         self._mlp_step(part, layer)
 

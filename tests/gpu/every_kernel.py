@@ -23,7 +23,7 @@ import torch  # noqa: E402
 
 from engine.backend.cpu import CPUBackend  # noqa: E402
 from engine.backend.cuda import Gpu  # noqa: E402
-from engine.backend.launches import copy_blocks  # noqa: E402
+from engine.backend.launches import Heads, copy_blocks  # noqa: E402
 from engine.batch import DigestRequest  # noqa: E402
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
 from engine.cuda_cache import CudaKVCache  # noqa: E402
@@ -32,6 +32,7 @@ from engine.kv_cache import TORCH_DTYPES, KVCache, kv_layout  # noqa: E402
 from engine.kv_digest import block_sum  # noqa: E402
 from engine.loader.random_shapes import SHAPES  # noqa: E402
 from engine.loader.random_weights import random_tensors  # noqa: E402
+from engine.models.cuda_products import Products  # noqa: E402
 from engine.models.llama import Llama  # noqa: E402
 from engine.runner import ModelRunner  # noqa: E402
 from engine.types import SamplingParams  # noqa: E402
@@ -138,11 +139,28 @@ def move_blocks(gpu: Gpu, cache: CudaKVCache) -> None:
     assert cache.digest(3, 0, [1, 2]) == cache.digests([asked], launched)[0]
 
 
+def run_wide(gpu: Gpu) -> None:
+    """gate_up of more rows and inputs than those models have."""
+    if not gpu.clusters:
+        return
+    with gpu.on_stream():
+        x, weight = (torch.randn(rows, 4160, device=gpu.device).half() for rows in (256, 7680))
+        for rows in (65, 192, 200):
+            out = torch.empty(rows, 3840, dtype=torch.float16, device=gpu.device)
+            products = Products(gpu, "float16", Heads(1, 1, 64, 16, 1), 1e-5, [x])
+            products.launch_wide(gpu, weight.t(), x[:rows], out)
+    gpu.stream.synchronize()
+    print("ran wide", flush=True)
+
+
 def main() -> None:
     torch.set_num_threads(2)
     gpu = Gpu()
-    for case in [CASES[int(number)] for number in sys.argv[1:]] or CASES:
-        run_case(gpu, case)
+    for number in map(int, sys.argv[1:] or range(len(CASES) + 1)):
+        if number < len(CASES):
+            run_case(gpu, CASES[number])
+        else:
+            run_wide(gpu)
 
 
 if __name__ == "__main__":
