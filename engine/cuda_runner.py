@@ -341,9 +341,9 @@ class _Packed:
 
 
 def _buckets(most: int) -> list[int]:
-    """1, 2, 4, 8, 16, ..., from 128 on what lies halfway, too, and the most itself."""
+    """1, 2, 4, 8, 16, ..., from 64 on what lies halfway, too, and the most itself."""
     doubled = {1 << i for i in range(most.bit_length())}
-    halfway = {3 << i for i in range(6, most.bit_length())}
+    halfway = {3 << i for i in range(5, most.bit_length())}
     return sorted({size for size in doubled | halfway if size < most} | {most})
 
 
