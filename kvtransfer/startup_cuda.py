@@ -28,6 +28,7 @@ from engine.messages import KvLayout
 from engine.models.llama import Llama
 from engine.types import SamplingParams
 from kvtransfer.gpu_memory import Step, check_weights, pool_blocks, probe_blocks
+from wire.garbage import spare_collections
 from wire.options import WorkerOptions
 from wire.worker import CannotStart
 
@@ -111,8 +112,7 @@ def _on_cuda(
     phases("compiling kernels and recording graphs", 0.0)
     runner.cache.zero([0])  # compiles what moves blocks; warm_up does the rest
     runner.warm_up()
-    gc.collect()
-    gc.freeze()
+    spare_collections()
     return runner, config, layout, f"{source.name}, {dtype} on {gpu.name}"
 
 

@@ -7,7 +7,6 @@ then ready. This module imports everything heavy, so __main__ loads it after the
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import secrets
 import socket
@@ -29,6 +28,7 @@ from router.text.model import TextModel
 from router.text.tokenizer import NoTokenizer
 from router.workers import Role
 from wire import metrics, tracing
+from wire.garbage import spare_collections
 from wire.health import Health
 from wire.http import serve
 from wire.logs import get_logger
@@ -103,7 +103,7 @@ class Router:
             told = ", ".join(f"{field} {value:g}" for field, value in model.defaults.items())
             self._say(f"{SAMPLING} {told}, of generation_config.json; --generation-config none leaves them out")
         self._dispatcher.workers.model_digest = prepared.digest
-        _spare_collections()
+        spare_collections()
         await self._sessions.run(self._driver)
 
     async def _watch(self, stop: asyncio.Event) -> None:
@@ -151,10 +151,3 @@ class Router:
         while not self._dispatcher.idle and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
         self._driver.hand_back()
-
-
-def _spare_collections() -> None:
-    """What lives as long as the process is never looked at again: a full collection stops every stream, 40 ms here."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 50)
