@@ -7,7 +7,7 @@ import gc
 
 def spare_collections() -> None:
     """What lives as long as the process is never looked at again: a full collection stops every stream, 40 ms in the
-    router. What requests hold while they run is looked at less often: with 128 of them each look takes 2 ms, more than a
+    router. What requests hold while they run is looked at less often: with 128 of them a look takes 2 ms, more than a
     decode step of a small model, and finds nothing. What is over is freed without the collector."""
     gc.collect()
     gc.freeze()
