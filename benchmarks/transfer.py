@@ -165,7 +165,7 @@ class Puller:
         return self._notice(self.inbox.message(pull, event, now), now)
 
     def copied(self, pull: int, digests: Mapping[int, int], now: float) -> list[Action]:
-        return self._notice(self.inbox.all_copied(pull, digests, now), now)
+        return self._notice(self.inbox.copied(pull, digests, now), now)
 
     def copy_failed(self, pull: int, position: int, now: float) -> list[Action]:
         return self._notice(self.inbox.copy_failed(pull, position, now), now)

@@ -205,7 +205,7 @@ class Decoder:
 
     def copied(self, pull: int, digests: Mapping[int, int], now: float) -> list[Action]:
         """The bytes of these positions are in place, and their digests were computed from them."""
-        return self._absorb(self.inbox.all_copied(pull, digests, now), now) + self._settle(now)
+        return self._absorb(self.inbox.copied(pull, digests, now), now) + self._settle(now)
 
     def copy_failed(self, pull: int, position: int, now: float) -> list[Action]:
         return self._absorb(self.inbox.copy_failed(pull, position, now), now) + self._settle(now)
@@ -247,9 +247,9 @@ class Decoder:
                     rest += self._announced(action, now)
                 case Landed():
                     if job := self._by_pull.get(action.pull):
-                        job.landed.add(action.position)
+                        job.landed.update(action.positions)
                         self._came_by(job.path)
-                    self._pulled_blocks += 1
+                    self._pulled_blocks += len(action.positions)
                 case Ready() | Adopted():
                     rest += self._ready(action, now)
                 case PullFailed():
@@ -280,8 +280,8 @@ class Decoder:
         assert job.pull is not None, f"{job.key} binds without a pull"
         positions = [position for position in job.announced if position >= job.slot.held]
         job.announced = []
-        destinations = {position: self.scheduler.bind(job.slot, position) for position in positions}
-        return self._absorb(self.inbox.bind(job.pull, destinations, now), now)
+        destinations = self.scheduler.bind(job.slot, positions)
+        return self._absorb(self.inbox.bind(job.pull, dict(zip(positions, destinations, strict=True)), now), now)
 
     def _ready(self, notice: Ready | Adopted, now: float) -> list[Action]:
         job, first = self._by_pull.get(notice.pull), notice.first_token
@@ -342,8 +342,8 @@ class Decoder:
         job.running_since = now
         if slot.lent:  # the prefill has named them
             job.digest = last_name(self.pool, slot.blocks, job.digest, job.start.token_ids, self.layout.block_size)
-        for position in range(slot.held, len(slot.hashes)):
-            self.pool.name(slot.blocks[position], slot.hashes[position])
+        for block, name in zip(slot.blocks[slot.held :], slot.hashes[slot.held :], strict=False):
+            self.pool.name(block, name)
         job.first = None
         job.accept(first.token)
         job.runs(self._eos, self._depth)

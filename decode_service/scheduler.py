@@ -111,8 +111,7 @@ class DecodeScheduler:
         wanted -= len(held)
         if wanted > spare:
             return None
-        for block in held:  # referenced before they are counted: an unreferenced cached block was counted as spare
-            self.pool.share(block)
+        self.pool.share(held)  # before they are counted: an unreferenced cached block was counted as spare
         if wanted > self.unpromised - self.headroom * len(self.running):
             self.pool.give(held)
             return None
@@ -158,14 +157,16 @@ class DecodeScheduler:
 
     # ---- arriving -> running --------------------------------------------------------------------------------------
 
-    def bind(self, slot: Slot, position: int) -> int:
-        """A promise becomes the destination of this position."""
-        assert slot.promised > 0, f"slot {slot.id} has no promise left for position {position}"
-        assert slot.blocks[position] == UNBOUND, f"slot {slot.id}: position {position} is bound twice"
-        (block,) = self.pool.take(1)
-        slot.promised -= 1
-        slot.blocks[position] = block
-        return block
+    def bind(self, slot: Slot, positions: Sequence[int]) -> list[int]:
+        """A promise becomes the destination of each of these positions."""
+        count = len(positions)
+        assert slot.promised >= count, f"slot {slot.id} has {slot.promised} promises for {count} positions"
+        taken = self.pool.take(count)
+        slot.promised -= count
+        for position, block in zip(positions, taken, strict=True):
+            assert slot.blocks[position] == UNBOUND, f"slot {slot.id}: position {position} is bound twice"
+            slot.blocks[position] = block
+        return taken
 
     def run(self, slot: Slot) -> None:
         """Every block of the prompt is in place: a promise that is left becomes the block of the next token."""
@@ -173,7 +174,7 @@ class DecodeScheduler:
         assert len(slot.blocks) == have and UNBOUND not in slot.blocks, f"slot {slot.id} runs on {slot.blocks}"
         if slot.promised:
             slot.blocks.append(UNBOUND)
-            slot.fresh.append(self.bind(slot, have))
+            slot.fresh += self.bind(slot, [have])
         self.arriving.remove(slot)
         self.running.append(slot)
         slot.length = slot.num_tokens + 1

@@ -37,9 +37,10 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._refs = [0] * num_blocks
         self._generations = [0] * num_blocks
-        self._digests: dict[int, bytes] = {}  # block -> its name
+        self._digests: list[bytes | None] = [None] * num_blocks  # each block's name
         self._named: dict[bytes, int] = {}  # name -> its only block
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._followed = False
         self._sealed: dict[bytes, None] = {}  # changes since drain_changes: each at most num_blocks long
         self._evicted: dict[bytes, None] = {}
 
@@ -58,29 +59,34 @@ class BlockPool:
         assert n >= 0, f"take({n})"
         if n > self.available:
             raise OutOfBlocks(n, self.available)
-        while len(self._free) < n:
-            self._evict()
-        taken = [self._free.pop() for _ in range(n)]
+        free, refs = self._free, self._refs
+        self._evict(n - len(free))
+        kept = len(free) - n
+        taken = free[kept:]
+        del free[kept:]
+        taken.reverse()
         for block in taken:
-            self._refs[block] = 1
+            refs[block] = 1
         return taken
 
-    def share(self, block: int) -> None:
-        """One more reference, on a referenced or a cached block."""
-        if self._refs[block] == 0:
-            assert block in self._cached, f"block {block} is free and cannot be shared"
-            del self._cached[block]
-        self._refs[block] += 1
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more reference on each, which is referenced or cached."""
+        refs = self._refs
+        for block in blocks:
+            if refs[block] == 0:
+                assert block in self._cached, f"block {block} is free and cannot be shared"
+                del self._cached[block]
+            refs[block] += 1
 
     def give(self, blocks: Iterable[int]) -> None:
         """One reference less on each. A sequence's last block is given first, so that its prefix is evicted last."""
-        refs = self._refs
+        refs, digests = self._refs, self._digests
         for block in reversed(list(blocks)):
             assert refs[block] > 0, f"block {block} is given back without a reference"
             refs[block] -= 1
             if refs[block]:
                 continue
-            if block in self._digests:
+            if digests[block] is not None:
                 self._cached[block] = None
             else:
                 self._release(block)
@@ -90,17 +96,15 @@ class BlockPool:
         assert self._refs[block] > 0, f"block {block} is named without a holder"
         if (first := self._named.get(digest)) is not None:
             return first == block
-        assert block not in self._digests, f"block {block} is sealed under another name"
+        assert self._digests[block] is None, f"block {block} is sealed under another name"
         self._digests[block] = digest
         self._named[digest] = block
-        if digest in self._evicted:
-            del self._evicted[digest]
-        else:
-            self._sealed[digest] = None
+        if self._followed:
+            self._note(digest, self._evicted, self._sealed)
         return True
 
     def name_of(self, block: int) -> bytes | None:
-        return self._digests.get(block)
+        return self._digests[block]
 
     def find(self, digest: bytes) -> int | None:
         """The block of that name, if the pool still has it. It may be cached: share() it before counting on it."""
@@ -121,6 +125,11 @@ class BlockPool:
 
     def refs(self, block: int) -> int:
         return self._refs[block]
+
+    def follow_changes(self) -> None:
+        """From here on, and before anything is named, somebody asks for the changes."""
+        assert not self._named, f"{len(self._named)} names are known before somebody follows them"
+        self._followed = True
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
         """Names that appeared and names that vanished since the last call; what did both is in neither."""
@@ -146,20 +155,28 @@ class BlockPool:
             states = free[block] + (block in self._cached) + (refs > 0)
             assert states == 1, f"block {block} is in {states} states: it must be free, cached or referenced"
         for block in self._cached:
-            assert block in self._digests, f"block {block} is cached without a name"
+            assert self._digests[block] is not None, f"block {block} is cached without a name"
         for digest, block in self._named.items():
-            assert self._digests.get(block) == digest, f"block {block} and its name disagree"
-        assert len(self._named) == len(self._digests), "a name has no block"
+            assert self._digests[block] == digest, f"block {block} and its name disagree"
+        assert len(self._named) == self.num_blocks - self._digests.count(None), "a name has no block"
 
-    def _evict(self) -> None:
-        block, _ = self._cached.popitem(last=False)
-        digest = self._digests.pop(block)
-        del self._named[digest]
-        if digest in self._sealed:
-            del self._sealed[digest]
+    def _evict(self, count: int) -> None:
+        """The `count` least recently used blocks that are cached become free."""
+        cached, digests, named = self._cached, self._digests, self._named
+        for _ in range(count):
+            block, _ = cached.popitem(last=False)
+            digest, digests[block] = digests[block], None
+            assert digest is not None, f"block {block} is cached without a name"
+            del named[digest]
+            if self._followed:
+                self._note(digest, self._sealed, self._evicted)
+            self._release(block)
+
+    def _note(self, digest: bytes, undone: dict[bytes, None], done: dict[bytes, None]) -> None:
+        if digest in undone:
+            del undone[digest]
         else:
-            self._evicted[digest] = None
-        self._release(block)
+            done[digest] = None
 
     def _release(self, block: int) -> None:
         self._generations[block] = (self._generations[block] + 1) % _GENERATIONS

@@ -99,14 +99,14 @@ class ToOwner:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyBlock:
-    """One-sided transports: copy this block out of its owner's memory, then report `copied` or `copy_failed`.
+class CopyBlocks:
+    """One-sided transports: copy these blocks out of their owner's memory, then report `copied` or `copy_failed`.
 
-    As before a write, the driver asks for `destination(pull, position)` when the copy is about to begin.
+    As before a write, the driver asks for `destination(pull, position)` when the copy of a block is about to begin.
     """
 
     pull: int
-    handle: BlockHandle
+    handles: Sequence[BlockHandle]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +134,10 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """This position's bytes are in place and match what was announced."""
+    """These positions' bytes are in place and match what was announced."""
 
     pull: int
-    position: int
+    positions: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +188,6 @@ class Drained:
 
 Action = (
     ToRouter | ToPuller | SendBlock | ClosePull | FreeTicket | HandOver
-    | OpenPull | ToOwner | CopyBlock | CloseStream | MeetPeers
+    | OpenPull | ToOwner | CopyBlocks | CloseStream | MeetPeers
     | Announced | Landed | Ready | Adopted | PullFailed | Drained
 )  # fmt: skip

@@ -36,7 +36,7 @@ from kvtransfer.actions import (
     Adopted,
     Announced,
     CloseStream,
-    CopyBlock,
+    CopyBlocks,
     Drained,
     Landed,
     OpenPull,
@@ -158,9 +158,10 @@ class Inbox:
         assert state is not None and state.phase is _Phase.OPEN, f"bind() on pull {pull}, which is over"
         for position in destinations:
             assert 0 <= position < state.ticket.num_blocks, f"bound position {position} of {state.ticket.num_blocks}"
-            assert position not in state.bound and position not in state.held, f"position {position} is bound twice"
+        known = (state.bound.keys() | state.held) & destinations.keys()
+        assert not known, f"positions {sorted(known)} are bound twice"
         state.bound.update(destinations)
-        state.both += sum(position in state.announced for position in destinations)
+        state.both += len(state.announced.keys() & destinations.keys())
         state.arriving = True
         state.progress_at = state.heard_at = now
         return [*self._fetch(pull, state, sorted(destinations)), *self._ready(pull, state)]
@@ -225,26 +226,31 @@ class Inbox:
             case BlocksValid():
                 return self._valid(pull, state, event)
 
-    def all_copied(self, pull: int, digests: Mapping[int, int], now: float) -> list[Action]:
-        """Several positions at once, each with its digest."""
-        return [action for position, digest in digests.items() for action in self.copied(pull, position, digest, now)]
-
-    def copied(self, pull: int, position: int, digest: int, now: float) -> list[Action]:
-        """All bytes of a position are in place; `digest` was computed from them afterwards."""
-        if self.destination(pull, position) is None:
-            self.ignored["copied"] += 1
+    def copied(self, pull: int, digests: Mapping[int, int], now: float) -> list[Action]:
+        """All bytes of these positions are in place; each one's digest was computed from them afterwards."""
+        state = self._pulls.get(pull)
+        if state is None or state.phase is not _Phase.OPEN:
+            self.ignored["copied"] += len(digests)
             return []
-        state = self._pulls[pull]
-        handle = state.announced.get(position)
-        if handle is None or handle.digest != digest:
-            return self._fail(pull, state, Reason.COPY_FAILED)
+        handles: list[BlockHandle] = []
+        for position, digest in digests.items():
+            if position not in state.bound or position in state.landed or position in state.copied:
+                self.ignored["copied"] += 1
+                continue
+            handle = state.announced.get(position)
+            if handle is None or handle.digest != digest:
+                return self._fail(pull, state, Reason.COPY_FAILED)
+            handles.append(handle)
+        if not handles:
+            return []
         state.progress_at = state.heard_at = now
+        positions = [handle.position for handle in handles]
         if state.one_sided:
-            state.copied.add(position)
-            state.unasked.append(handle)
+            state.copied.update(positions)
+            state.unasked += handles
             return self._ask(pull, state)
-        state.landed.add(position)
-        return [Landed(pull, position), *self._ready(pull, state)]
+        state.landed.update(positions)
+        return [Landed(pull, positions), *self._ready(pull, state)]
 
     def copy_failed(self, pull: int, position: int, now: float) -> list[Action]:
         """Bytes came that are corrupt, out of bounds or not asked for."""
@@ -275,19 +281,18 @@ class Inbox:
         return state
 
     def _sealed(self, pull: int, state: _Pull, blocks: Sequence[BlockHandle]) -> list[Action]:
-        fresh = []
+        announced, total = state.announced, state.ticket.num_blocks
+        new: dict[int, BlockHandle] = {}
         for handle in blocks:
             position = handle.position
-            known = state.announced.get(position)
-            if not 0 <= position < state.ticket.num_blocks or (known is not None and known != handle):
+            known = announced.get(position) or new.setdefault(position, handle)
+            if not 0 <= position < total or known != handle:
                 return self._fail(pull, state, Reason.STALE_TICKET)
-            if known is not None:
-                self.ignored["block announced twice"] += 1
-                continue
-            state.announced[position] = handle
-            state.both += position in state.bound
-            if position not in state.held:
-                fresh.append(position)
+        if len(new) < len(blocks):
+            self.ignored["block announced twice"] += len(blocks) - len(new)
+        announced.update(new)
+        state.both += len(state.bound.keys() & new.keys())
+        fresh = [position for position in new if position not in state.held]
         if state.transport == "local":
             return self._ready(pull, state)
         early = [position for position in fresh if position in state.bound] if state.one_sided else []
@@ -299,7 +304,8 @@ class Inbox:
             return []
         if not state.one_sided:
             return [ToOwner(pull, PullWant(tuple(positions)))]
-        return [CopyBlock(pull, state.announced[position]) for position in positions if position in state.announced]
+        handles = [state.announced[position] for position in positions if position in state.announced]
+        return [CopyBlocks(pull, handles)] if handles else []
 
     def _ask(self, pull: int, state: _Pull) -> list[Action]:
         """One question for all blocks, once no more copies are under way."""
@@ -318,7 +324,7 @@ class Inbox:
             return []
         state.copied.difference_update(valid)
         state.landed.update(valid)
-        return [*(Landed(pull, position) for position in valid), *self._ready(pull, state)]
+        return [Landed(pull, valid), *self._ready(pull, state)]
 
     def _first(self, pull: int, state: _Pull, first: FirstToken) -> list[Action]:
         if first.key[:2] != state.key[:2]:

@@ -119,7 +119,7 @@ class ProbePuller:
         return self._notice(self._inbox.message(pull, event, now), now)
 
     def copied(self, pull: int, digests: Mapping[int, int], now: float) -> list[Action]:
-        return self._notice(self._inbox.all_copied(pull, digests, now), now)
+        return self._notice(self._inbox.copied(pull, digests, now), now)
 
     def copy_failed(self, pull: int, position: int, now: float) -> list[Action]:
         return self._notice(self._inbox.copy_failed(pull, position, now), now)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import grpc.aio
 
 from engine.messages import BlockHandle, Heartbeat, Node, PullDone, PullEvent, PullOpen, PullRequest
-from kvtransfer.actions import Action, CloseStream, CopyBlock, OpenPull, ToOwner
+from kvtransfer.actions import Action, CloseStream, CopyBlocks, OpenPull, ToOwner
 from kvtransfer.channels import Channels
 from kvtransfer.paths import Cache, Copy, CopyFailed, NoPath, Route
 from kvtransfer.transports.grpc_bytes import Chunk, CorruptBlock, Destinations, Receiver, pull_of
@@ -97,7 +97,7 @@ class PullClients:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def carry(self, action: OpenPull | ToOwner | CopyBlock | CloseStream) -> None:
+    def carry(self, action: OpenPull | ToOwner | CopyBlocks | CloseStream) -> None:
         if isinstance(action, OpenPull):
             receiver = Receiver(action.pull, self._cache, self._core, digests=self._digests)
             stream = self._streams[action.pull] = _Stream(receiver, action.message.request_id)
@@ -108,8 +108,8 @@ class PullClients:
         elif isinstance(action, ToOwner):
             known.done = known.done or isinstance(action.message, PullDone)
             known.outbound.put(action.message)
-        elif isinstance(action, CopyBlock):
-            known.copies.append(action.handle)
+        elif isinstance(action, CopyBlocks):
+            known.copies += action.handles
             if known.copying is None:
                 known.copying = asyncio.create_task(self._copy(action.pull, known), context=known.context)
         else:

@@ -97,6 +97,7 @@ class Prefiller:
         self.layout = layout
         self.config = config
         self.pool = pool
+        pool.follow_changes()
         self.promised = 0
         self.stalled = False
         self.budget = config.max_num_batched_tokens  # of the next step; whoever shares the device may lower it

@@ -131,8 +131,7 @@ class PrefillScheduler:
             return None
         job = self.waiting[0]
         reused = self._reusable(job)
-        for block in reused:  # referenced before it is counted: what we count on must not be evicted
-            self.pool.share(block)
+        self.pool.share(reused)  # before they are counted: what we count on must not be evicted
         needed = num_blocks_for(job.num_tokens, self.config.block_size) - len(reused)
         if needed > self.pool.available - promised:
             self.pool.give(reused)

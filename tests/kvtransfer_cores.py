@@ -158,7 +158,7 @@ class Puller:
         return self._notice(self.inbox.message(pull, event, now), now)
 
     def copied(self, pull: int, digests: Mapping[int, int], now: float) -> list[Action]:
-        return self._notice(self.inbox.all_copied(pull, digests, now), now)
+        return self._notice(self.inbox.copied(pull, digests, now), now)
 
     def copy_failed(self, pull: int, position: int, now: float) -> list[Action]:
         return self._notice(self.inbox.copy_failed(pull, position, now), now)
@@ -220,8 +220,8 @@ class Puller:
                     assert sorted(blocks) == sorted(self.bound.pop(pull).values()), "drained blocks are the bound ones"
                     self.pool.give(blocks)
                     self.drained.append(pull)
-                case Landed(pull, position):
-                    self.landed.setdefault(pull, []).append(position)
+                case Landed(pull, positions):
+                    self.landed.setdefault(pull, []).extend(positions)
                 case _:
                     rest.append(action)
         return rest

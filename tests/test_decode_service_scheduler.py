@@ -26,9 +26,7 @@ class Bench:
 
     def land(self, slot: Slot) -> None:
         """Every block arrives, and the slot runs."""
-        for position, block in enumerate(slot.blocks):
-            if block == UNBOUND:
-                self.scheduler.bind(slot, position)
+        self.scheduler.bind(slot, [position for position, block in enumerate(slot.blocks) if block == UNBOUND])
         self.scheduler.run(slot)
 
     def running(self, tokens: int, age_start: float = 0.0) -> Slot:
@@ -74,7 +72,7 @@ def test_a_promise_is_not_taken_by_growth() -> None:
     assert bench.scheduler.admit() is arrives and bench.scheduler.unpromised == 0
     runs.length = 5
     assert bench.scheduler.grow(0) == [] and runs.stalled, "it waits: another is arriving and nobody can give way"
-    assert [bench.scheduler.bind(arrives, position) for position in range(3)]
+    assert len(bench.scheduler.bind(arrives, range(3))) == 3
 
 
 def test_held_blocks_are_referenced_before_they_are_counted() -> None:
@@ -205,7 +203,7 @@ def test_a_slot_that_leaves_while_arriving_frees_its_promise() -> None:
     bench = Bench(4)
     slot = bench.add(12)
     assert bench.scheduler.admit() is slot
-    bench.scheduler.bind(slot, 0)
+    bench.scheduler.bind(slot, [0])
     assert bench.scheduler.promised == 2
     bench.leave(slot)
     assert bench.scheduler.promised == 0 and bench.pool.available == 4

@@ -40,7 +40,7 @@ def test_a_cached_block_keeps_its_generation_until_it_is_evicted() -> None:
     pool.name(block, b"a")
     before = pool.generation(block)
     pool.give([block])
-    pool.share(block)
+    pool.share([block])
     assert pool.generation(block) == before
     pool.give([block])
     assert pool.take(1) == [block]
@@ -74,7 +74,7 @@ def test_our_own_mistakes_are_caught() -> None:
     with pytest.raises(AssertionError, match="given back without a reference"):
         pool.give([block])
     with pytest.raises(AssertionError, match="cannot be shared"):
-        pool.share(block)
+        pool.share([block])
     (block,) = pool.take(1)
     with pytest.raises(AssertionError, match=f"block {block} has 1 references and 0 holders"):
         pool.audit([])
@@ -85,6 +85,7 @@ def test_our_own_mistakes_are_caught() -> None:
 
 def test_changes_of_names_are_told_once() -> None:
     pool = BlockPool(2)
+    pool.follow_changes()
     blocks = pool.take(2)
     pool.name(blocks[0], b"a")
     pool.name(blocks[1], b"b")
@@ -129,6 +130,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
+        self.pool.follow_changes()
         self.refs = dict.fromkeys(range(NUM_BLOCKS), 0)
         self.names: dict[int, bytes] = {}
         self.cached: list[int] = []
@@ -168,7 +170,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @rule(target=references, block=references)
     def share(self, block: int) -> int:
-        self.pool.share(block)
+        self.pool.share([block])
         self.refs[block] += 1
         return block
 
@@ -178,7 +180,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert block == next((known for known, name in self.names.items() if name == digest), None)
         if block is None:
             return multiple()
-        self.pool.share(block)
+        self.pool.share([block])
         self.refs[block] += 1
         if block in self.cached:
             self.cached.remove(block)

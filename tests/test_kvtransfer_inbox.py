@@ -31,7 +31,7 @@ from kvtransfer.actions import (
     Adopted,
     Announced,
     CloseStream,
-    CopyBlock,
+    CopyBlocks,
     Drained,
     Landed,
     OpenPull,
@@ -80,14 +80,14 @@ def test_blocks_are_bound_as_they_are_announced_and_the_slot_is_ready_with_the_l
     assert inbox.message(pull, PullOpened(LAYOUT), 0.0) == []
     assert inbox.message(pull, sealed(0), 0.0) == [Announced(pull, (0,))]
     assert inbox.bind(pull, {0: 30}, 0.0) == [ToOwner(pull, PullWant((0,)))]
-    assert inbox.copied(pull, 0, 1000, 0.0) == [Landed(pull, 0)]
+    assert inbox.copied(pull, {0: 1000}, 0.0) == [Landed(pull, [0])]
     assert inbox.destination(pull, 0) is None, "a block that landed is not written again"
-    assert inbox.copied(pull, 0, 1000, 0.0) == []
+    assert inbox.copied(pull, {0: 1000}, 0.0) == []
     assert inbox.message(pull, sealed(1), 0.0) == [Announced(pull, (1,))]
     assert inbox.message(pull, FIRST, 0.0) == []
     inbox.bind(pull, {1: 31}, 0.0)
-    done = [Landed(pull, 1), ToOwner(pull, PullDone()), CloseStream(pull), Ready(pull, FIRST)]
-    assert inbox.copied(pull, 1, 1001, 0.0) == done
+    done = [Landed(pull, [1]), ToOwner(pull, PullDone()), CloseStream(pull), Ready(pull, FIRST)]
+    assert inbox.copied(pull, {1: 1001}, 0.0) == done
     assert inbox.stream_closed(pull, 0.0) == []
     assert len(inbox) == 0
 
@@ -97,7 +97,7 @@ def test_held_positions_are_neither_announced_nor_waited_for() -> None:
     assert inbox.message(pull, sealed(0, 1, 2), 0.0) == [Announced(pull, (2,))]
     inbox.message(pull, FIRST, 0.0)
     inbox.bind(pull, {2: 30}, 0.0)
-    assert inbox.copied(pull, 2, 1002, 0.0)[-1] == Ready(pull, FIRST)
+    assert inbox.copied(pull, {2: 1002}, 0.0)[-1] == Ready(pull, FIRST)
 
 
 def test_a_prompt_that_is_held_entirely_is_ready_with_token_0() -> None:
@@ -110,11 +110,11 @@ def test_a_wrong_digest_fails_the_pull_and_its_blocks_wait_for_the_end_of_the_st
     inbox, pull = opened(2)
     inbox.message(pull, sealed(0, 1), 0.0)
     inbox.bind(pull, {0: 30, 1: 31}, 0.0)
-    inbox.copied(pull, 0, 1000, 0.0)
-    assert inbox.copied(pull, 1, 1000, 0.0) == [PullFailed(pull, Reason.COPY_FAILED), CloseStream(pull)]
+    inbox.copied(pull, {0: 1000}, 0.0)
+    assert inbox.copied(pull, {1: 1000}, 0.0) == [PullFailed(pull, Reason.COPY_FAILED), CloseStream(pull)]
     assert sorted(inbox.draining) == [30, 31]
     assert inbox.destination(pull, 1) is None
-    assert inbox.copied(pull, 1, 1001, 0.0) == [], "a late copy changes nothing"
+    assert inbox.copied(pull, {1: 1001}, 0.0) == [], "a late copy changes nothing"
     assert inbox.tick(1e6) == [], "no timeout gives the blocks back"
     assert inbox.stream_closed(pull, 1e6) == [Drained(pull, (30, 31))]
     assert inbox.draining == [] and len(inbox) == 0
@@ -123,14 +123,14 @@ def test_a_wrong_digest_fails_the_pull_and_its_blocks_wait_for_the_end_of_the_st
 def test_bytes_before_their_announcement_are_not_trusted() -> None:
     inbox, pull = opened(1)
     inbox.bind(pull, {0: 30}, 0.0)
-    assert inbox.copied(pull, 0, 1000, 0.0)[0] == PullFailed(pull, Reason.COPY_FAILED)
+    assert inbox.copied(pull, {0: 1000}, 0.0)[0] == PullFailed(pull, Reason.COPY_FAILED)
 
 
 def test_a_pull_with_nothing_under_way_drains_at_once() -> None:
     inbox, pull = opened(2)
     inbox.message(pull, sealed(0), 0.0)
     inbox.bind(pull, {0: 30}, 0.0)
-    inbox.copied(pull, 0, 1000, 0.0)
+    inbox.copied(pull, {0: 1000}, 0.0)
     assert inbox.cancel(pull, 0.0) == [CloseStream(pull), Drained(pull, (30,))]
     assert inbox.cancel(pull, 0.0) == [] == inbox.stream_closed(pull, 0.0)
 
@@ -191,7 +191,7 @@ def test_repeated_and_late_messages_change_nothing_and_are_counted() -> None:
     inbox.message(pull, FIRST, 0.0)
     assert inbox.message(pull, FIRST, 0.0) == []
     assert inbox.message(pull, BlocksValid((0,)), 0.0) == []
-    assert inbox.copied(pull, 0, 1000, 0.0) == [], "nothing is bound there"
+    assert inbox.copied(pull, {0: 1000}, 0.0) == [], "nothing is bound there"
     assert inbox.message(99, FIRST, 0.0) == [] == inbox.copy_failed(99, 0, 0.0)
     assert set(inbox.ignored) == {
         "block announced twice", "second FirstToken", "BlocksValid", "copied", "message", "copy_failed",
@@ -211,7 +211,7 @@ def test_a_slow_prefill_is_no_failure_while_its_owner_heartbeats() -> None:
     inbox, pull = opened(2)
     inbox.message(pull, sealed(0), 0.0)
     inbox.bind(pull, {0: 30}, 0.0)
-    inbox.copied(pull, 0, 1000, 1.0)
+    inbox.copied(pull, {0: 1000}, 1.0)
     for second in range(2, 60):
         inbox.message(pull, Heartbeat(second), second)
         assert inbox.tick(second) == []
@@ -244,12 +244,12 @@ def test_copied_blocks_count_only_after_the_owner_s_word_and_it_is_asked_once_fo
     inbox, pull = opened(2, transport="memfd")
     inbox.message(pull, FIRST, 0.0)
     inbox.message(pull, sealed(0, 1), 0.0)
-    assert inbox.bind(pull, {0: 30, 1: 31}, 0.0) == [CopyBlock(pull, handle(0)), CopyBlock(pull, handle(1))]
-    assert inbox.copied(pull, 0, 1000, 0.0) == []
+    assert inbox.bind(pull, {0: 30, 1: 31}, 0.0) == [CopyBlocks(pull, [handle(0), handle(1)])]
+    assert inbox.copied(pull, {0: 1000}, 0.0) == []
     assert inbox.destination(pull, 0) is None, "what the owner is asked about is not written again"
     assert inbox.message(pull, BlocksValid((0,)), 0.0) == [], "nobody has asked yet"
-    assert inbox.copied(pull, 1, 1001, 0.0) == [ToOwner(pull, PullCopied((handle(0), handle(1))))]
-    done = [Landed(pull, 0), Landed(pull, 1), ToOwner(pull, PullDone()), CloseStream(pull), Ready(pull, FIRST)]
+    assert inbox.copied(pull, {1: 1001}, 0.0) == [ToOwner(pull, PullCopied((handle(0), handle(1))))]
+    done = [Landed(pull, [0, 1]), ToOwner(pull, PullDone()), CloseStream(pull), Ready(pull, FIRST)]
     assert inbox.message(pull, BlocksValid((0, 1, 7)), 0.0) == done
 
 
@@ -257,8 +257,8 @@ def test_a_copied_block_that_was_not_the_announced_one_any_more_fails_the_pull()
     inbox, pull = opened(2, transport="memfd")
     inbox.message(pull, sealed(0, 1), 0.0)
     inbox.bind(pull, {0: 30, 1: 31}, 0.0)
-    inbox.copied(pull, 0, 1000, 0.0)
-    inbox.copied(pull, 1, 1001, 0.0)
+    inbox.copied(pull, {0: 1000}, 0.0)
+    inbox.copied(pull, {1: 1001}, 0.0)
     assert inbox.message(pull, BlocksValid((0,), (1,)), 0.0) == [
         PullFailed(pull, Reason.COPY_FAILED),
         CloseStream(pull),
@@ -270,14 +270,14 @@ def test_a_copied_block_with_a_wrong_digest_is_not_asked_about() -> None:
     inbox, pull = opened(1, transport="memfd")
     inbox.message(pull, sealed(0), 0.0)
     inbox.bind(pull, {0: 30}, 0.0)
-    assert inbox.copied(pull, 0, 999, 0.0)[0] == PullFailed(pull, Reason.COPY_FAILED)
+    assert inbox.copied(pull, {0: 999}, 0.0)[0] == PullFailed(pull, Reason.COPY_FAILED)
 
 
 def test_an_owner_that_does_not_say_whether_a_copy_was_right_fails_the_pull() -> None:
     inbox, pull = opened(1, transport="memfd")
     inbox.message(pull, sealed(0), 0.0)
     inbox.bind(pull, {0: 30}, 0.0)
-    inbox.copied(pull, 0, 1000, 0.0)
+    inbox.copied(pull, {0: 1000}, 0.0)
     inbox.message(pull, Heartbeat(1), 9.0)
     assert inbox.tick(10.0)[0] == PullFailed(pull, Reason.COPY_FAILED)
 
@@ -326,12 +326,13 @@ class InboxMachine(RuleBasedStateMachine):
                 case Announced(_, positions):
                     assert pull not in self.verdict
                     assert set(positions) <= self.announced[pull] - self.held[pull]
-                case Landed(_, position):
-                    assert pull not in self.verdict and position not in self.landed[pull]
-                    self.landed[pull].add(position)
-                case CopyBlock(_, block):
-                    assert self.memory[pull] and block == handle(block.position)
-                    assert block.position in self.announced[pull] & self.bound[pull].keys() - self.landed[pull]
+                case Landed(_, positions):
+                    assert pull not in self.verdict and self.landed[pull].isdisjoint(positions)
+                    self.landed[pull].update(positions)
+                case CopyBlocks(_, blocks):
+                    positions = {block.position for block in blocks}
+                    assert self.memory[pull] and list(blocks) == [handle(block.position) for block in blocks]
+                    assert positions <= self.announced[pull] & self.bound[pull].keys() - self.landed[pull]
                 case ToOwner(_, PullCopied(blocks)):
                     positions = {block.position for block in blocks}
                     assert self.memory[pull] and positions and positions <= self.copied_ones[pull] - self.asked[pull]
@@ -432,7 +433,7 @@ class InboxMachine(RuleBasedStateMachine):
             self.heard[pull] = self.moved[pull] = self.now
             if self.memory[pull]:
                 self.copied_ones[pull].add(position)
-        actions = self.inbox.copied(pull, position, 1000 + position + int(odd == 2), self.now)
+        actions = self.inbox.copied(pull, {position: 1000 + position + int(odd == 2)}, self.now)
         right = waits and not early and odd != 2
         assert bool(actions) == waits or (right and self.memory[pull])
         self.perform(actions)

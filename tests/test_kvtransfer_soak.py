@@ -13,9 +13,9 @@ from collections import deque
 import pytest
 from kvtransfer_cores import Owner, Puller
 
-from engine.messages import Heartbeat, PullDone, RequestKey, Ticket
+from engine.messages import BlockHandle, Heartbeat, PullDone, RequestKey, Ticket
 from engine.types import FinishReason
-from kvtransfer.actions import Action, ClosePull, CloseStream, CopyBlock, OpenPull, SendBlock, ToOwner, ToPuller
+from kvtransfer.actions import Action, ClosePull, CloseStream, CopyBlocks, OpenPull, SendBlock, ToOwner, ToPuller
 
 NUM_BLOCKS = 96
 
@@ -39,8 +39,8 @@ class Wire:
                 case OpenPull(message=message):
                     self.to_owner[pull] = deque([message])
                     self.to_puller[pull] = deque()
-                case CopyBlock() if pull in self.to_puller:
-                    self.to_puller[pull].append(action)
+                case CopyBlocks(handles=handles) if pull in self.to_puller:
+                    self.to_puller[pull].extend(handles)
                 case ToOwner(message=message) if pull in self.to_owner:
                     self.to_owner[pull].append(message)
                 case ToPuller() | SendBlock() if pull in self.to_puller:
@@ -63,24 +63,25 @@ class Wire:
             item = inward.popleft()
             if item == "end":
                 self.cut(pull)
-            elif isinstance(item, SendBlock | CopyBlock):
+            elif isinstance(item, SendBlock):
+                self.copy(pull, item.handle)
+                self.carry(self.owner.sent(pull, item.handle.position, self.now))
+            elif isinstance(item, BlockHandle):
                 self.copy(pull, item)
             else:
                 self.carry(self.puller.pull_event(pull, item.event, self.now))
 
-    def copy(self, pull: int, item: SendBlock | CopyBlock) -> None:
-        position = item.handle.position
+    def copy(self, pull: int, handle: BlockHandle) -> None:
+        position = handle.position
         block = self.puller.destination(pull, position)
         if block is not None:
-            data = bytearray(self.owner.cache.block_bytes(item.handle.id))
+            data = bytearray(self.owner.cache.block_bytes(handle.id))
             if self.rng.random() < 0.01:
                 data[self.rng.randrange(len(data))] ^= 1
             self.puller.cache.block_bytes(block)[:] = data
             tokens = self.puller.block_tokens(pull, position)
             digest = self.puller.cache.digest(block, position, tokens)
             self.carry(self.puller.copied(pull, {position: digest}, self.now))
-        if isinstance(item, SendBlock):
-            self.carry(self.owner.sent(pull, position, self.now))
 
     def cut(self, pull: int) -> None:
         del self.to_owner[pull], self.to_puller[pull]

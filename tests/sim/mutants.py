@@ -6,7 +6,7 @@ A mutant that survives means that a rule is not needed or that the simulator is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -84,10 +84,11 @@ def no_validation_after_the_copy() -> Patches:
     """Whatever bytes arrived count as right."""
     original = Inbox.copied
 
-    def copied(self: Inbox, pull: int, position: int, digest: int, now: float) -> Any:
+    def copied(self: Inbox, pull: int, digests: dict[int, int], now: float) -> Any:
         state = self._pulls.get(pull)
-        handle = state.announced.get(position) if state else None
-        return original(self, pull, position, handle.digest if handle else digest, now)
+        known = state.announced if state else {}
+        told = {at: known[at].digest if at in known else digest for at, digest in digests.items()}
+        return original(self, pull, told, now)
 
     return {(Inbox, "copied"): copied}
 
@@ -182,9 +183,8 @@ def cached_blocks_are_not_referenced() -> Patches:
     """The pool forgets that a shared block has a second holder."""
     original = BlockPool.share
 
-    def share(self: BlockPool, block: int) -> None:
-        if self._refs[block] == 0:
-            original(self, block)
+    def share(self: BlockPool, blocks: Iterable[int]) -> None:
+        original(self, [block for block in blocks if self._refs[block] == 0])
 
     return {(BlockPool, "share"): share}
 

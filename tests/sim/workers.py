@@ -23,7 +23,7 @@ from kvtransfer.actions import (
     Action,
     ClosePull,
     CloseStream,
-    CopyBlock,
+    CopyBlocks,
     OpenPull,
     SendBlock,
     ToOwner,
@@ -243,10 +243,11 @@ class DecodeProcess(WorkerProcess):
                 if state is not None and state.stream is not None:
                     state.stream.send(0, action.message)
                     self.world.faults.may_break(state.stream)
-            case CopyBlock():
+            case CopyBlocks():
                 state = self.pulls.get(action.pull)
                 if state is not None and not state.closed:
-                    self.copy(action.pull, state, action.handle)
+                    for handle in action.handles:
+                        self.copy(action.pull, state, handle)
             case CloseStream():
                 state = self.pulls.get(action.pull)
                 if state is not None:
