@@ -19,7 +19,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,17 @@ from typing import Any
 import torch
 
 from benchmarks import plots
+from benchmarks.decode_stage import DecodeStage
 from engine.backend.cuda import Gpu
-from engine.batch import Batch, StepOutput
 from engine.config import EngineConfig, ModelConfig
 from engine.cuda_cache import CudaKVCache
 from engine.cuda_runner import CudaRunner
 from engine.kv_cache import kv_layout
 from engine.loader.random_shapes import SHAPES
 from engine.models.llama import Llama
-from engine.types import SamplingParams, Token
+from engine.types import SamplingParams
 from pagewire.local_engine import LocalEngine
+from wire.garbage import spare_collections
 
 READ = 4.57e12  # bytes a second
 PROMPT = 1024
@@ -81,32 +81,6 @@ def tensors_of(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
         yield "lm_head.weight", matrix(config.vocab_size, hidden)
 
 
-class PromptsElsewhere:
-    """The runner as a decode stage has it: prompts count as computed by another card, their first tokens as known."""
-
-    depth = CudaRunner.depth
-
-    def __init__(self, runner: CudaRunner) -> None:
-        self.runner, self.cache = runner, runner.cache
-        self.vocab_size, self.eos_token_ids = runner.vocab_size, runner.eos_token_ids
-
-    def submit(self, batch: Batch) -> tuple[Batch, list[int], Any]:
-        running = [i for i, row in enumerate(batch.rows) if len(row.tokens) <= 1]
-        only = replace(batch, rows=[batch.rows[i] for i in running], zero_blocks=[], digests=[])
-        return batch, running, self.runner.submit(only) if running else None
-
-    def collect(self, launched: tuple[Batch, list[int], Any]) -> StepOutput:
-        batch, running, flight = launched
-        tokens: list[Token | None] = [None] * len(batch.rows)
-        if flight is not None:
-            for i, token in zip(running, self.runner.collect(flight).tokens, strict=True):
-                tokens[i] = token
-        for i in set(range(len(tokens))).difference(running):
-            if (one := batch.rows[i].sample) is not None:
-                tokens[i] = Token(one.index, 5, None)
-        return StepOutput(tokens, [()] * len(tokens), [], 0.0)
-
-
 class Bench:
     """One shape on one card. `bytes` is what a step reads of weights, `token_bytes` a token's KV."""
 
@@ -127,8 +101,7 @@ class Bench:
         self.runner = CudaRunner(Llama(self.model, tensors), self.config, CudaKVCache(layout, blocks, gpu), gpu)
         self.runner.warm_up()
         self.engine = LocalEngine(self.runner, self.config)
-        gc.collect()
-        gc.freeze()
+        spare_collections()
         print(
             f"{shape}: {self.bytes / 1e9:.2f} GB of weights, ready after {time.perf_counter() - began:.1f} s",
             flush=True,
@@ -175,25 +148,32 @@ class Bench:
         self.generate(prompts[:1], 2)
         return (marks[LONG] - marks[SHORT]) / (LONG - SHORT)
 
-    def joining(self, batch: int, seconds: float = 4.0) -> dict[str, Any]:
-        """Gaps between steps of a decode stage that `batch` requests keep busy, each followed by the next one."""
-        rng, engine = random.Random(4), LocalEngine(PromptsElsewhere(self.runner), self.config)
-        prompts = self.prompts(batch, 5)
+    def joining(self, batch: int, new: bool, seconds: float = 4.0) -> dict[str, Any]:
+        """Gaps between steps of a decode stage that `batch` requests keep busy, each followed by the next one. Prompts
+        are `new`, each with blocks of its own, or have been there before: then the stage still holds theirs."""
+        rng, stage = random.Random(4), DecodeStage(self.runner, self.config)
+        prompts = [tuple(prompt) for prompt in self.prompts(batch, 5)]
         running = joined = steps = 0
         began = time.perf_counter()
         while (lasted := time.perf_counter() - began) < seconds:
             if lasted < seconds / 4:  # the first ones come all at once
                 self.runner.card_times.clear()
-                joined = steps = 0
+                joined = steps = stage.rows = 0
             while running < batch:
-                params = SamplingParams(temperature=0, max_tokens=rng.randint(*SHORT_OUTPUTS), ignore_eos=True)
-                engine.add_request(rng.choice(prompts), params)
+                params = SamplingParams(temperature=0, seed=0, max_tokens=rng.randint(*SHORT_OUTPUTS), ignore_eos=True)
+                prompt = rng.choice(prompts)
+                stage.add((rng.randrange(3, self.model.vocab_size), *prompt[1:]) if new else prompt, params)
                 running, joined = running + 1, joined + 1
-            running -= sum(reason is not None for _, _, reason in engine.step())
+            running -= stage.step()
             steps += 1
-        one = {"batch": batch, "steps": steps, "joined": joined, **gaps_us(list(self.runner.card_times))}
+        self.runner.abandon()
+        one = {
+            "batch": batch, "rows": stage.rows / steps, "steps": steps, "joined": joined,
+            **gaps_us(list(self.runner.card_times)),
+        }  # fmt: skip
         print(
-            f"  batch {batch:3d} with {joined / steps:.1f} requests joining and leaving in each of {steps} steps: "
+            f"  batch {batch:3d} with {joined / steps:.1f} requests joining and leaving in each of "
+            f"{steps} steps of {one['rows']:.0f} rows, {'new' if new else 'known'} prompts: "
             f"gap p50 {one['gap_p50_us']:.1f} p99 {one['gap_p99_us']:.1f} us",
             flush=True,
         )
@@ -242,7 +222,8 @@ def measure(shape: str, gpu: Gpu, budget: int, batches: Sequence[int], offline: 
             flush=True,
         )
     if JOINING in batches:
-        found["joining"] = bench.joining(JOINING)
+        found["joining"] = bench.joining(JOINING, new=False)
+        found["joining_new_prompts"] = bench.joining(JOINING, new=True)
     return found
 
 

@@ -65,6 +65,11 @@ class Launched:
     sums: Tensor | None = None  # of the blocks to be digested, on the host once `done`
     done: torch.cuda.Event | None = None
 
+    @property
+    def ended(self) -> bool:
+        """On the card: collect() does not wait."""
+        return self.done is not None and self.done.query()
+
 
 class CudaRunner:
     """Not thread-safe: one thread calls it. `depth` steps may be launched before the first is collected."""

@@ -44,6 +44,9 @@ class Done:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
     def wait_stream(self, other: Done) -> None:
         pass
 
