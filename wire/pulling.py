@@ -17,7 +17,8 @@ from wire.codec import (
 
 
 def _handle_to_pb(handle: m.BlockHandle) -> wpb.BlockHandle:
-    return wpb.BlockHandle(**handle._asdict())
+    block, generation, position, digest = handle
+    return wpb.BlockHandle(id=block, generation=generation, position=position, digest=digest)
 
 
 def _handle_from_pb(pb: wpb.BlockHandle) -> m.BlockHandle:
