@@ -54,20 +54,27 @@ async def engine_loop(
 
 async def ahead_loop(
     next_batch: Callable[[], Batch | None],
-    submit: Callable[[Batch], Awaitable[L]],
-    collect: Callable[[L], Awaitable[StepOutput]],
+    turn: Callable[[Batch | None, L | None], Awaitable[tuple[L | None, StepOutput | None]]],
     on_step: Callable[[StepOutput], None],
     wake: asyncio.Event,
     depth: int,
 ) -> None:
-    """engine_loop for a runner that takes `depth` steps before the first is read: they are reported in order."""
+    """engine_loop for a runner that takes `depth` steps before the first is read: they are reported in order.
+
+    `turn` launches a step, where it is given one, and then reads one that was launched: together, because each way to
+    the device's thread and back costs as much as the plain Python of a small step.
+    """
     launched: deque[L] = deque()
     while True:
         wake.clear()
-        batch = next_batch() if len(launched) < depth else None
-        if batch is not None:
-            launched.append(await submit(batch))
-        elif launched:
-            on_step(await collect(launched.popleft()))
-        else:
+        batch = next_batch()
+        full = len(launched) + (batch is not None) == depth
+        oldest = launched.popleft() if launched and (full or batch is None) else None
+        if batch is None and oldest is None:
             await wake.wait()
+            continue
+        newest, output = await turn(batch, oldest)
+        if newest is not None:
+            launched.append(newest)
+        if output is not None:
+            on_step(output)

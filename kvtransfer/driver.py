@@ -150,13 +150,14 @@ class Driver:
             await engine_loop(self._next_batch, self._step, self._on_step, self._wake)
             return
 
-        async def submit(batch: Batch) -> Any:
-            return await self._on_device(ahead.submit, batch)
+        def on_device(batch: Batch | None, oldest: Any) -> tuple[Any, StepOutput | None]:
+            newest = None if batch is None else ahead.submit(batch)
+            return newest, None if oldest is None else ahead.collect(oldest)
 
-        async def collect(launched: Any) -> StepOutput:
-            return await self._on_device(ahead.collect, launched)
+        async def turn(batch: Batch | None, oldest: Any) -> tuple[Any, StepOutput | None]:
+            return await self._on_device(on_device, batch, oldest)
 
-        await ahead_loop(self._next_batch, submit, collect, self._on_step, self._wake, ahead.depth)
+        await ahead_loop(self._next_batch, turn, self._on_step, self._wake, ahead.depth)
 
     def _next_batch(self) -> Batch | None:
         batch = self.core.next_batch(time.monotonic())
@@ -167,14 +168,14 @@ class Driver:
     async def _step(self, batch: Batch) -> StepOutput:
         return await self._on_device(self._step_on_device, batch)
 
-    async def _on_device(self, fn: Callable[[Any], T], argument: Any) -> T:
+    async def _on_device(self, fn: Callable[..., T], batch: Batch | None, *arguments: Any) -> T:
         self._step_began = time.monotonic()
         try:
-            return await self._device.run(fn, argument)
+            return await self._device.run(fn, batch, *arguments)
         except Exception as error:
             # The border of one step: whatever a request made the engine do wrong ends the batch, not the worker.
             error_id = secrets.token_hex(4)
-            log.exception("step_failed", error_id=error_id, rows=len(getattr(argument, "rows", ())))
+            log.exception("step_failed", error_id=error_id, rows=len(batch.rows) if batch else 0)
             raise StepFailed(error_id) from error
         finally:
             self._step_began = None

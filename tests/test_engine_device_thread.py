@@ -122,24 +122,22 @@ async def test_a_runner_that_takes_two_steps_has_the_next_before_the_last_is_rea
     waiting, launched, events = list(batches), 0, list[str]()
     done = asyncio.Event()
 
-    async def submit(batch: Batch) -> Batch:
+    async def turn(batch: Batch | None, oldest: Batch | None) -> tuple[Batch | None, StepOutput | None]:
         nonlocal launched
-        launched += 1
-        events.append(f"submit {batch.rows[0].slot} of {launched}")
-        return batch
-
-    async def collect(batch: Batch) -> StepOutput:
-        nonlocal launched
-        launched -= 1
-        events.append(f"collect {batch.rows[0].slot}")
-        return _output(batch)
+        if batch is not None:
+            launched += 1
+            events.append(f"submit {batch.rows[0].slot} of {launched}")
+        if oldest is not None:
+            launched -= 1
+            events.append(f"collect {oldest.rows[0].slot}")
+        return batch, None if oldest is None else _output(oldest)
 
     def on_step(output: StepOutput) -> None:
         if not waiting and not launched:
             done.set()
 
     loop = asyncio.create_task(
-        ahead_loop(lambda: waiting.pop(0) if waiting else None, submit, collect, on_step, asyncio.Event(), 2)
+        ahead_loop(lambda: waiting.pop(0) if waiting else None, turn, on_step, asyncio.Event(), 2)
     )
     await asyncio.wait_for(done.wait(), 1)
     loop.cancel()
