@@ -158,7 +158,7 @@ class Inbox:
         assert state is not None and state.phase is _Phase.OPEN, f"bind() on pull {pull}, which is over"
         for position in destinations:
             assert 0 <= position < state.ticket.num_blocks, f"bound position {position} of {state.ticket.num_blocks}"
-        known = (state.bound.keys() | state.held) & destinations.keys()
+        known = destinations.keys() & state.bound.keys() | destinations.keys() & state.held
         assert not known, f"positions {sorted(known)} are bound twice"
         state.bound.update(destinations)
         state.both += len(state.announced.keys() & destinations.keys())
