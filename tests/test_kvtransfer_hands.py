@@ -114,6 +114,7 @@ def test_nobody_helps_for_a_while_where_the_second_thread_had_to_wait_for_a_core
             return threading.get_native_id()
 
         def alone(item: int) -> int:
+            time.sleep(0.002)  # long enough for a second thread to take one
             return threading.get_native_id()
 
         assert len(set(pair.each(together, range(20)))) == 2

@@ -253,6 +253,15 @@ def test_copied_blocks_count_only_after_the_owner_s_word_and_it_is_asked_once_fo
     assert inbox.message(pull, BlocksValid((0, 1, 7)), 0.0) == done
 
 
+def test_blocks_that_were_bound_before_they_were_announced_are_asked_about_once_however_often_they_are_copied() -> None:
+    inbox, pull = opened(2, transport="memfd")
+    assert inbox.bind(pull, {0: 30, 1: 31}, 0.0) == []
+    inbox.message(pull, sealed(0, 1), 0.0)
+    assert inbox.copied(pull, {0: 1000}, 0.0) == []
+    asked = [ToOwner(pull, PullCopied((handle(0), handle(1))))]
+    assert inbox.copied(pull, {0: 1000, 1: 1001}, 0.0) == asked and inbox.ignored["copied"] == 1
+
+
 def test_a_copied_block_that_was_not_the_announced_one_any_more_fails_the_pull() -> None:
     inbox, pull = opened(2, transport="memfd")
     inbox.message(pull, sealed(0, 1), 0.0)
