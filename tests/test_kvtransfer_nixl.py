@@ -29,7 +29,7 @@ class Disconnected(Exception):
 class Read:
     """One that was made; it is under way until it has an end."""
 
-    blocks: int
+    blocks: list[tuple[int, int]]  # from, to
     thread: int = field(default_factory=threading.get_native_id)
     end: str | Exception = "PROC"
     released: bool = False
@@ -46,7 +46,7 @@ class Played:
     def make_prepped_xfer(self, operation: str, here: Any, ids: Any, there: Any, from_ids: Any) -> Read:
         self.made_by.append(threading.get_native_id())
         time.sleep(0.001)  # somebody else's turn
-        return Read(len(ids))
+        return Read(list(zip(from_ids.tolist(), ids.tolist(), strict=True)))
 
     def transfer(self, read: Read) -> str:
         self.posted.append(read)
@@ -83,7 +83,7 @@ def source_of(agent: Any) -> NixlSource:
 
 
 def copies(tokens: list[int] | None) -> list[Copy]:
-    return [Copy(block, block, block, tokens) for block in range(BLOCKS)]
+    return [Copy(BLOCKS - 1 - block, block, block, tokens) for block in range(BLOCKS)]
 
 
 def until(condition: Any) -> None:
@@ -197,7 +197,9 @@ def test_every_block_is_read_once_in_fewer_reads_than_there_are_blocks(
     source = source_of(agent_of(played))
     wanted = copies(tokens)
     found = source.copy(cache, wanted)
-    assert [read.blocks for read in played.posted] == [READ_BYTES // BLOCK_BYTES] * (BLOCKS * BLOCK_BYTES // READ_BYTES)
+    assert len(played.posted) == BLOCKS * BLOCK_BYTES // READ_BYTES
+    read = [blocks for each in played.posted for blocks in each.blocks]
+    assert sorted(read) == sorted((each.source, each.destination) for each in wanted)
     assert source.operations == len(played.posted)
     digests = [0 if tokens is None else cache.digest(each.destination, each.position, tokens) for each in wanted]
     assert found == digests
