@@ -80,20 +80,22 @@ def test_every_item_is_done_once_and_in_order() -> None:
 
 def test_what_goes_wrong_with_one_item_is_raised_when_neither_thread_is_at_any() -> None:
     def work() -> None:
-        pair, at_work = Hands(), list[int]()
+        pair, at_work, done = Hands(), list[int](), list[int]()
 
         def fail(item: int) -> int:
             at_work.append(item)
             try:
                 if item == 3:
                     raise ValueError("item 3")
+                time.sleep(0.0005)
+                done.append(item)
                 return item
             finally:
                 at_work.remove(item)
 
         with pytest.raises(ValueError, match="item 3"):
-            pair.each(fail, range(100))
-        assert at_work == []
+            pair.each(fail, range(1000))
+        assert at_work == [] and len(done) < 500, "and the other thread takes no more"
         pair.close()
 
     on_a_thread_of_its_own(work)
