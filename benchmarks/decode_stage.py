@@ -34,10 +34,9 @@ from engine.messages import (
 )
 from engine.types import SamplingParams, Token
 from kvtransfer.actions import Action, CloseStream, CopyBlocks, OpenPull, ToOwner, ToRouter
+from pagewire.local_engine import NO_DEADLINE, NO_LIMIT, SESSION
 
-SESSION = 1
 OWNER = Node("prefill", 2, "elsewhere:1")
-FOREVER = 1e9  # seconds
 FIRST = Token(0, 5)  # what every prefill samples
 
 
@@ -62,10 +61,10 @@ class DecodeStage:
         """A request whose prompt is computed. Its seed and max_tokens are set."""
         self._last_id += 1
         blocks = self.decoder.scheduler.blocks_for(len(prompt_ids))
-        ticket = Ticket(self._last_id, OWNER, len(prompt_ids), blocks, FOREVER)
+        ticket = Ticket(self._last_id, OWNER, len(prompt_ids), blocks, NO_DEADLINE)
         self._blocks[ticket.id] = blocks
         key = RequestKey(self._last_id, 1, 1)
-        self._added.append(DecodeStart(key, ticket, prompt_ids, 0, params, FOREVER, 0.0, 2**31 - 1))
+        self._added.append(DecodeStart(key, ticket, prompt_ids, 0, params, NO_DEADLINE, 0.0, NO_LIMIT))
 
     def step(self) -> int:
         """Reads one step, with as many behind it as the runner takes; how many requests it ended. What was added starts

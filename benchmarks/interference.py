@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import itertools
 import json
 import random
@@ -51,6 +50,7 @@ from shared_service.driver import SharedDriver
 from shared_service.pace import INTERVAL, TURN, Chunks, Pace
 from shared_service.servicer import LEAST_CHUNK, MOST_CHUNK, runner_beside, warm_up
 from wire import logs
+from wire.garbage import spare_collections
 from wire.observer import Observer
 from wire.session import Outbound
 
@@ -281,8 +281,7 @@ def _at(values: Sequence[float], share: float) -> float:
 
 async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     bench = Bench(options)
-    gc.collect()
-    gc.freeze()
+    spare_collections()
     print(f"{options.shape}, {options.sequences} sequences; vLLM on one H200: {VLLM}", flush=True)
     shares = options.shares or [INTERVAL if bench.on_card else TURN]
     found: list[dict[str, Any]] = []
