@@ -180,6 +180,21 @@ async def test_what_a_child_prints_is_its_phase_and_goes_to_its_log(tmp_path: Pa
     assert child.last_lines() == ["router: loading weights"]
 
 
+async def test_a_mistake_is_found_although_what_was_said_before_it_comes_later_into_the_log(tmp_path: Path) -> None:
+    code = (
+        "import sys; print('pagewire prefill: --port is taken', file=sys.stderr, flush=True);"
+        "print('p: running on the CPU'); sys.exit({})"
+    )
+    refused = await Child.start(script("prefill-1", code.format(2)), tmp_path)
+    broke = await Child.start(script("prefill-2", code.format(1)), tmp_path)
+    for child in (refused, broke):
+        await child.wait()
+        await child.stop(grace=5.0)
+        assert child.last_lines() == ["pagewire prefill: --port is taken", "p: running on the CPU"]
+    assert refused.mistake() == "--port is taken"
+    assert not broke.mistake(), "only the exit status of a mistake makes the line one"
+
+
 def test_log_lines_are_readable() -> None:
     line = '{"event": "worker_ready", "level": "info", "timestamp": "2026", "role": "decode", "blocks": 7}'
     assert readable(line) == "info: worker_ready blocks=7"

@@ -109,11 +109,15 @@ class Child:
         return f"exited with status {code}"
 
     def mistake(self) -> str:
-        """The sentence with which it refused what the user asked for; empty if it ended in any other way."""
-        last = (self.last_lines() or [""])[-1]
+        """The sentence with which it refused what the user asked for; empty if it ended in any other way.
+
+        It need not be the last line: stderr goes straight to the log, and what stdout said before comes by a pipe.
+        """
+        if self._process.returncode != USER_MISTAKE:
+            return ""
         said = f"pagewire {self.program.role}: "
-        refused = self._process.returncode == USER_MISTAKE and last.startswith(said)
-        return last.removeprefix(said) if refused else ""
+        sentences = [line.removeprefix(said) for line in self.last_lines() if line.startswith(said)]
+        return sentences[-1] if sentences else ""
 
     def last_words(self) -> str:
         """To stand after what is said of it."""
