@@ -269,7 +269,8 @@ class NixlSource:
             while reading:
                 self._landed(cache, reading.popleft(), digests)
         except BaseException as error:
-            self.gone = self.gone or isinstance(error, self._agent.errors)
+            if isinstance(error, self._agent.errors):
+                self.gone = True
             todo.clear()
             self._give_up(reading)
             raise
@@ -304,7 +305,8 @@ class NixlSource:
                 if self._ending.is_set():
                     raise CopyFailed("this process ends")
                 time.sleep(pause)
-                self.gone = self.gone or time.monotonic() > patience
+                if time.monotonic() > patience:
+                    self.gone = True
                 pause = min(2 * pause, ANSWER_S[1] if self.gone else POLL_S[1])
                 state = nixl.check_xfer_state(transfer)
         finally:
