@@ -90,6 +90,11 @@ class _Pull:
     def one_sided(self) -> bool:
         return self.transport in ONE_SIDED
 
+    def awaits(self, position: int) -> bool:
+        """Its bytes may still be written into the block that is bound to it."""
+        placed = position in self.landed or position in self.copied
+        return self.phase is _Phase.OPEN and position in self.bound and not placed
+
 
 class Inbox:
     def __init__(
@@ -115,9 +120,7 @@ class Inbox:
     def destination(self, pull: int, position: int) -> int | None:
         """The block into which this position's bytes may be written now: asked before every write."""
         state = self._pulls.get(pull)
-        if state is None or state.phase is not _Phase.OPEN or position in state.landed or position in state.copied:
-            return None
-        return state.bound.get(position)
+        return state.bound[position] if state is not None and state.awaits(position) else None
 
     # ---- the decoder's calls ----------------------------------------------------------------------------------
 
@@ -229,19 +232,16 @@ class Inbox:
     def copied(self, pull: int, digests: Mapping[int, int], now: float) -> list[Action]:
         """All bytes of these positions are in place; each one's digest was computed from them afterwards."""
         state = self._pulls.get(pull)
-        if state is None or state.phase is not _Phase.OPEN:
-            self.ignored["copied"] += len(digests)
-            return []
         handles: list[BlockHandle] = []
         for position, digest in digests.items():
-            if position not in state.bound or position in state.landed or position in state.copied:
+            if state is None or not state.awaits(position):
                 self.ignored["copied"] += 1
                 continue
             handle = state.announced.get(position)
             if handle is None or handle.digest != digest:
                 return self._fail(pull, state, Reason.COPY_FAILED)
             handles.append(handle)
-        if not handles:
+        if state is None or not handles:
             return []
         state.progress_at = state.heard_at = now
         positions = [handle.position for handle in handles]
