@@ -225,8 +225,10 @@ def test_the_curl_line_of_the_readme_is_answered(cluster: Cluster) -> None:
     here = line.replace("http://127.0.0.1:8000", cluster.topology.url)
     assert here != line, "it goes to the router's default port"
     done = subprocess.run(["bash", "-c", here], capture_output=True, text=True, timeout=60, check=True)
-    (choice,) = json.loads(done.stdout)["choices"]
-    assert choice["message"]["content"] and choice["finish_reason"] in ("length", "stop")
+    answer = json.loads(done.stdout)
+    (choice,) = answer["choices"]
+    assert choice["message"]["role"] == "assistant" and 1 <= answer["usage"]["completion_tokens"] <= 16
+    assert choice["message"]["content"] or choice["finish_reason"] == "stop"  # random weights may end at once
 
 
 # ---- bodies that no client library sends --------------------------------------------------------------------------
