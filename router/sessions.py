@@ -53,7 +53,8 @@ class Sessions:
         self._outbound: dict[tuple[Role, str], Outbound[Any]] = {}  # of the sessions that have greeted
         self._resolved: dict[tuple[Role, str], frozenset[str]] = {}  # addresses of each target, as last looked up
         self._tasks: dict[tuple[Role, str], asyncio.Task[None]] = {}
-        self._known: dict[int, str] = {}  # incarnation of each attached worker process: its address
+        # Incarnations of worker processes, and the address that reached each first: it keeps that between sessions.
+        self._known: dict[int, str] = {}
         self._owners: dict[str, Node] = {}  # prefill workers that are attached, by address
         self.absent: dict[tuple[Role, str], str] = {}  # addresses without a session, and why the last one ended
 
@@ -115,12 +116,19 @@ class Sessions:
             self.absent[role, address] = why
             if greeted:
                 log.warning("session_over", worker=address, stage=role.value, why=why)
-            elif backoff == FIRST_BACKOFF_S:  # once, not on every try of a long absence
-                log.info("no_session_yet", worker=address, stage=role.value, why=why)
+            else:
+                self._forget(address)
+                if backoff == FIRST_BACKOFF_S:  # once, not on every try of a long absence
+                    log.info("no_session_yet", worker=address, stage=role.value, why=why)
             lasted = greeted and time.monotonic() - began > MOST_BACKOFF_S
             backoff = FIRST_BACKOFF_S if lasted else min(MOST_BACKOFF_S, 2 * backoff)
             await asyncio.sleep(backoff)
+        self._forget(address)
         self.absent.pop((role, address), None)
+
+    def _forget(self, address: str) -> None:
+        """Another address may have the worker that this one led to."""
+        self._known = {incarnation: at for incarnation, at in self._known.items() if at != address}
 
     async def _session_once(self, role: Role, address: str, driver: Driver) -> tuple[bool, str]:
         """One session from its opening to its end: whether the worker greeted, and why it ended."""
@@ -133,6 +141,7 @@ class Sessions:
             other = self._known.get(hello.node.incarnation)
             if other is not None and other != address:
                 raise _Twin(hello.node.incarnation, other)
+            self._forget(address)  # another process, before a restart
             incarnation = hello.node.incarnation
             self._known[incarnation] = address
             self._outbound[role, address] = outbound
@@ -168,7 +177,6 @@ class Sessions:
                 if role is Role.PREFILL:
                     self._owners.pop(address, None)
                 del self._outbound[role, address]
-                del self._known[incarnation]
                 driver.worker_down(address, role)
             await channel.close()
         return incarnation is not None, why
