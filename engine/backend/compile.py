@@ -38,23 +38,16 @@ def step_kernels(config: ModelConfig, dtype: str, block_size: int, arch: str) ->
     yield from (planner.kernel, attending.kernel)
     heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, block_size, config.num_layers)
     hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     rooms = [(rows, products.WHOLE) for rows in _ROWS]
     half = lanes.lane(hidden, attending, geometry.ctas, shared)
     if half is not None and hopper:
         rooms += [(rows, half[1]) for rows in _HALVES]
     for rows, room in rooms:
-        for outputs, inputs, ending, norm in (
-            (q + 2 * kv, hidden, Ending.ROPE, True),
-            (hidden, q, Ending.RESIDUAL, False),
-            (inner, hidden, Ending.SILU, True),
-            (hidden, inner, Ending.RESIDUAL, False),
-            (config.vocab_size, hidden, Ending.LOGITS, False),
-        ):
-            writes = heads if ending is Ending.ROPE else None
+        for each in products.wanted(config):
             product = products.product(
-                outputs, inputs, rows, dtype, ending, norm=norm, heads=writes, hopper=hopper, room=room
-            )
+                each.outputs, each.inputs, rows, dtype, each.ending, norm=each.norm,
+                heads=heads if each.ending is Ending.ROPE else None, hopper=hopper, room=room,
+            )  # fmt: skip
             if product is not None:
                 yield product.launch.kernel
     for rows in _WIDE if hopper else ():
@@ -70,7 +63,8 @@ def step_kernels(config: ModelConfig, dtype: str, block_size: int, arch: str) ->
     yield launches.advance(config.vocab_size, block_size, 1).kernel
     yield launches.next_changes().kernel
     size = 4 if dtype == "float32" else 2
-    yield launches.copy_blocks(config.num_layers * 2 * kv * block_size * size, 1).kernel
+    tile = config.num_kv_heads * config.head_dim * block_size * size
+    yield launches.copy_blocks(config.num_layers * 2 * tile, 1).kernel
 
 
 def all_kernels(arch: str) -> list[Kernel]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from engine.backend.launches import Heads, Launch, over
 from engine.backend.nvcc import kernel
-from engine.config import DTYPES
+from engine.config import DTYPES, ModelConfig
 
 WHOLE = 200 << 10  # bytes of a multiprocessor's shared memory, where a product has it to itself
 
@@ -271,3 +271,26 @@ def product(
     if gemv_pays(outputs, inputs, rows, ending):
         return Product(gemv(outputs, inputs, rows, dtype, ending, norm=norm, heads=heads))
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A product of a decode step; `norm`: its input is normalized first."""
+
+    outputs: int
+    inputs: int
+    ending: Ending
+    norm: bool
+
+
+def wanted(config: ModelConfig) -> list[Wanted]:
+    """By the layers, and by the head at the end of a step."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return [
+        Wanted(q + 2 * kv, hidden, Ending.ROPE, True),
+        Wanted(hidden, q, Ending.RESIDUAL, False),
+        Wanted(inner, hidden, Ending.SILU, True),
+        Wanted(hidden, inner, Ending.RESIDUAL, False),
+        Wanted(config.vocab_size, hidden, Ending.LOGITS, False),
+    ]

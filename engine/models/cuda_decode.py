@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.backend import attention, lanes, launches
 from engine.backend.cuda import Gpu, Long
 from engine.backend.launches import Heads, Launch
-from engine.backend.products import WHOLE, Ending
+from engine.backend.products import WHOLE, Ending, wanted
 from engine.backend.wide import wide, wide_shape
 from engine.kv_cache import TORCH_DTYPES
 from engine.messages import KvLayout
@@ -223,14 +223,9 @@ class DecodeSteps:
             split = [both for rows in buckets if rows in lanes.ROWS for both in lanes.halves(rows)]
             counts |= {(last - first, lane.room) for first, last in split}
         for rows, room in sorted(counts):
-            for outputs, inputs, ending, norm in (
-                (self._qkv, hidden, Ending.ROPE, True),
-                (hidden, self._q, Ending.RESIDUAL, False),
-                (inner, hidden, Ending.SILU, True),
-                (hidden, inner, Ending.RESIDUAL, False),
-                (config.vocab_size, hidden, Ending.LOGITS, False),
-            ):
-                if (product := self._products.find(outputs, inputs, rows, ending, norm, room)) is not None:
+            for each in wanted(config):
+                product = self._products.find(each.outputs, each.inputs, rows, each.ending, each.norm, room)
+                if product is not None:
                     found.append(product.launch)
         found += [one for rows in buckets if (one := self._wide(rows)) is not None]
         found.append(launches.rms_norm(hidden, 1, self.dtype))
