@@ -175,10 +175,9 @@ async def test_a_worker_of_another_model_is_not_used_and_the_client_is_told(dire
         assert info.prefill_workers == info.decode_workers == 0
 
 
-async def test_a_name_is_looked_up_again_and_each_of_its_addresses_is_a_worker(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spare = await Stage.start(DecodeServicer)
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What decode.example leads to; it is looked up all the time."""
     found: set[str] = set()
 
     async def addresses(target: str) -> frozenset[str]:
@@ -187,11 +186,18 @@ async def test_a_name_is_looked_up_again_and_each_of_its_addresses_is_a_worker(
     look_up = sessions._addresses
     monkeypatch.setattr(sessions, "_addresses", addresses)
     monkeypatch.setattr(sessions, "RESOLVE_S", 0.05)
+    return found
+
+
+async def test_a_name_is_looked_up_again_and_each_of_its_addresses_is_a_worker(
+    directory: Path, named: set[str]
+) -> None:
+    spare = await Stage.start(DecodeServicer)
     async with cluster(directory) as it:
         it.stages.append(spare)
         it.sessions._targets += ((Role.DECODE, "decode.example:1"),)
         await until(lambda: it.eligible(Role.DECODE) == 1, 5)
-        found.add(f"127.0.0.1:{spare.port}")
+        named.add(f"127.0.0.1:{spare.port}")
         await until(lambda: it.eligible(Role.DECODE) == 2, 5)
 
 
@@ -212,26 +218,18 @@ async def test_two_names_of_one_worker_make_one_session(directory: Path, monkeyp
 
 
 async def test_a_second_name_takes_over_when_the_first_one_is_gone(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, named: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: set[str] = set()
-
-    async def addresses(target: str) -> frozenset[str]:
-        return frozenset(found) if target.startswith("decode.example") else await look_up(target)
-
-    look_up = sessions._addresses
-    monkeypatch.setattr(sessions, "_addresses", addresses)
-    monkeypatch.setattr(sessions, "RESOLVE_S", 0.05)
     monkeypatch.setattr(sessions, "TWIN_S", 0.05)
     async with cluster(directory, decode=0) as it:
         it.stages.append(await Stage.start(DecodeServicer, host="0.0.0.0"))
         it.sessions._targets += ((Role.DECODE, "decode.example:1"),)
         both = [f"127.0.0.{i}:{it.stages[-1].port}" for i in (1, 2)]
-        found.update(both)
+        named.update(both)
         await until(it.driver.dispatcher.workers.ready, 5)
         await asyncio.sleep(0.8)
         (first,) = [address for role, address in it.sessions._outbound if role is Role.DECODE]
-        found.discard(first)
+        named.discard(first)
         await asyncio.sleep(0.2)
         it.sessions._outbound[Role.DECODE, first].close()
         (second,) = {*both} - {first}
