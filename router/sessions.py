@@ -53,8 +53,8 @@ class Sessions:
         self._outbound: dict[tuple[Role, str], Outbound[Any]] = {}  # of the sessions that have greeted
         self._resolved: dict[tuple[Role, str], frozenset[str]] = {}  # addresses of each target, as last looked up
         self._tasks: dict[tuple[Role, str], asyncio.Task[None]] = {}
-        # Incarnations of worker processes, and the address that reached each first: it keeps that between sessions.
-        self._known: dict[int, str] = {}
+        # Worker processes by incarnation, and what reached each first: that address keeps it between sessions.
+        self._known: dict[int, tuple[Role, str]] = {}
         self._owners: dict[str, Node] = {}  # prefill workers that are attached, by address
         self.absent: dict[tuple[Role, str], str] = {}  # addresses without a session, and why the last one ended
 
@@ -117,18 +117,18 @@ class Sessions:
             if greeted:
                 log.warning("session_over", worker=address, stage=role.value, why=why)
             else:
-                self._forget(address)
+                self._forget(role, address)
                 if backoff == FIRST_BACKOFF_S:  # once, not on every try of a long absence
                     log.info("no_session_yet", worker=address, stage=role.value, why=why)
             lasted = greeted and time.monotonic() - began > MOST_BACKOFF_S
             backoff = FIRST_BACKOFF_S if lasted else min(MOST_BACKOFF_S, 2 * backoff)
             await asyncio.sleep(backoff)
-        self._forget(address)
+        self._forget(role, address)
         self.absent.pop((role, address), None)
 
-    def _forget(self, address: str) -> None:
+    def _forget(self, role: Role, address: str) -> None:
         """Another address may have the worker that this one led to."""
-        self._known = {incarnation: at for incarnation, at in self._known.items() if at != address}
+        self._known = {worker: by for worker, by in self._known.items() if by != (role, address)}
 
     async def _session_once(self, role: Role, address: str, driver: Driver) -> tuple[bool, str]:
         """One session from its opening to its end: whether the worker greeted, and why it ended."""
@@ -139,11 +139,11 @@ class Sessions:
         def on_hello(hello: WorkerHello) -> None:
             nonlocal incarnation
             other = self._known.get(hello.node.incarnation)
-            if other is not None and other != address:
-                raise _Twin(hello.node.incarnation, other)
-            self._forget(address)  # another process, before a restart
+            if other is not None and other[1] != address:
+                raise _Twin(hello.node.incarnation, other[1])
+            self._forget(role, address)  # another process, before a restart
             incarnation = hello.node.incarnation
-            self._known[incarnation] = address
+            self._known.setdefault(incarnation, (role, address))
             self._outbound[role, address] = outbound
             self.absent.pop((role, address), None)
             log.info("session_open", worker=address, stage=role.value, name=hello.node.name)
@@ -170,8 +170,8 @@ class Sessions:
             why = str(error)
             log.warning("worker_not_used", worker=address, stage=role.value, why=why)
             await asyncio.sleep(TWIN_S)
-            while self._known.get(error.incarnation, address) != address:  # attaching here ends the session over there
-                await asyncio.sleep(TWIN_S)
+            while self._known.get(error.incarnation, (role, address))[1] != address:
+                await asyncio.sleep(TWIN_S)  # attaching here ends the session over there
         finally:
             if incarnation is not None:
                 if role is Role.PREFILL:

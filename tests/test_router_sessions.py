@@ -236,6 +236,22 @@ async def test_a_second_name_takes_over_when_the_first_one_is_gone(
         await until(lambda: (Role.DECODE, second) in it.sessions._outbound and it.eligible(Role.DECODE) == 1, 5)
 
 
+async def test_a_worker_that_is_named_for_the_other_role_too_keeps_the_session_that_it_has(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "RESOLVE_S", 0.05)
+    monkeypatch.setattr(sessions, "TWIN_S", 0.05)
+    async with cluster(directory, prefill=0, decode=0) as it:
+        it.stages.append(await Stage.start(PrefillServicer, host="0.0.0.0"))
+        both = [f"127.0.0.{i}:{it.stages[-1].port}" for i in (1, 2)]
+        it.sessions._targets += tuple((role, address) for role in Role for address in both)
+        await until(lambda: it.eligible(Role.PREFILL) == 1, 5)
+        await asyncio.sleep(0.8)
+        opened = dict(it.sessions._outbound)
+        await asyncio.sleep(2)  # in which it is tried as a decode worker again and again
+        assert len(opened) == 1 and it.sessions._outbound == opened
+
+
 @pytest.mark.parametrize("target", ["[::1]:50061", "127.0.0.1:50061"])
 async def test_addresses_stay_what_they_are(target: str) -> None:
     assert await sessions._addresses(target) == {target}
