@@ -93,11 +93,13 @@ def fit(prompt_tokens: int, resumed: int, params: SamplingParams, limit: Limit) 
             )
         return dataclasses.replace(params, max_tokens=room)
     if prompt_tokens + wanted > limit.tokens:
-        facts |= {"max_tokens": str(wanted), "largest_prompt": str(max(0, limit.tokens - wanted))}
+        room, largest = limit.tokens - prompt_tokens, limit.tokens - wanted
+        facts |= {"max_tokens": str(wanted), "largest_prompt": str(max(0, largest))}
+        fitting = [f"with this prompt max_tokens may be {room}"] if room > 0 else []
+        fitting += [f"with this max_tokens the prompt may have {largest}"] if largest > 0 else []
         raise TooLong(
             f"the prompt has {prompt_tokens} tokens and max_tokens is {wanted}, but {limit.cause} allows "
-            f"{limit.tokens} in all; with this prompt max_tokens may be {max(0, limit.tokens - prompt_tokens)}, "
-            f"with this max_tokens the prompt may have {facts['largest_prompt']}",
+            f"{limit.tokens} in all; {', '.join(fitting) or f'neither may be more than {limit.tokens - 1}'}",
             facts,
         )
     return params

@@ -59,6 +59,20 @@ def test_what_fits_exactly_fits() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("prompt", "wanted", "fitting"),
+    [
+        (150, 10, "with this max_tokens the prompt may have 90"),
+        (90, 100, "with this prompt max_tokens may be 10"),
+        (100, 100, "neither may be more than 99"),
+    ],
+)
+def test_only_what_fits_is_said_to_fit(prompt: int, wanted: int, fitting: str) -> None:
+    with pytest.raises(TooLong) as error:
+        fit(prompt, 0, SamplingParams(max_tokens=wanted), LIMIT)
+    assert str(error.value).endswith(f"allows 100 in all; {fitting}")
+
+
 def test_max_tokens_defaults_to_all_that_fits() -> None:
     assert fit(60, 0, SamplingParams(), LIMIT).max_tokens == 40
     with pytest.raises(TooLong, match="largest prompt that fits has 99"):
