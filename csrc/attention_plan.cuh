@@ -2,7 +2,8 @@
 //
 // The work is a line of units, row after row, head after head, 16 tokens after 16 tokens; a unit is SUB tokens of one
 // row and one "unit head" (a KV head with up to UNIT_HEADS of the query heads that share it; which one comes first
-// differs by row). Block c of the persistent grid takes units [c * share, (c + 1) * share). The buffer, in int32:
+// differs by row). Block c of the persistent grid takes units [c * share, (c + 1) * share), or, with a share of 0, as many
+// whole heads of rows as the others. The buffer, in int32:
 //
 //   header   units, share, filled rows, empty rows, 0 ...
 //   records  [grid][RECORD]: where the block begins, see Record

@@ -411,8 +411,11 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, CTAS)
                 read_stage = read_stage == STAGES - 1 ? 0 : read_stage + 1;
             }
 
-            const int first_unit = block * share + count - at.left - (at.sub - at.row.z);  // of the row and unit head
-            const Split split = {first_unit / share, (first_unit + at.row.w - 1) / share};
+            Split split = {block, block};
+            if (share > 0) {
+                const int first_unit = block * share + count - at.left - (at.sub - at.row.z);  // of the row and unit head
+                split = {first_unit / share, (first_unit + at.row.w - 1) / share};
+            }
             const bool whole = split.first == split.last, ends = units == at.left;
             const int use = left / BUFFERS;
             float* buffer = buffers + left % BUFFERS * BUFFER;

@@ -44,15 +44,18 @@ static_assert(THREADS == WARP * WARP, "a warp adds up the warps");
 // the blocks while shares are short, because the memory, not the blocks, is the limit.
 __device__ int share_of(int units, int grid, int shortest, int longest) {
     const int even = max((units + grid - 1) / grid, min(SHORTEST_SHARE, longest));
-    if (shortest != longest || even == SHORTEST_SHARE || even > LONG_SHARE) return even;
+    if (shortest != longest || even >= longest || even == SHORTEST_SHARE || even > LONG_SHARE) return even;
     const int limit = even + even * 8 / 100;
-    if (even >= longest) {
-        const int whole = (even + longest - 1) / longest * longest;
-        return whole <= limit ? whole : even;
-    }
     for (int parts = longest / even; parts > 0 && longest / parts <= limit; parts--)
         if (longest % (parts * WARPS) == 0) return longest / parts;
     return even;
+}
+
+// Rows' heads per block, so that no row is split and nothing is merged, where by that no block has more than 8% too much:
+// rows of about one length that are many enough. Else 0.
+__device__ int whole_heads(int units, int heads, int grid, int longest) {
+    const int even = (units + grid - 1) / grid, each = (heads + grid - 1) / grid;
+    return even <= LONG_SHARE && each * longest <= even + even * 8 / 100 ? each : 0;
 }
 
 // The filled row in which a unit lies.
@@ -100,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ int4 filled_rows[];                     // [rows], as in the plan
     int* before = reinterpret_cast<int*>(filled_rows + rows);  // [rows]: units, of one head, of the filled rows before each
     __shared__ Pair scratch[THREADS / WARP];
-    __shared__ int shortest, longest, share;
+    __shared__ int shortest, longest, share, heads_each;
     const int thread = threadIdx.x, unit_heads = kv_heads * UNITS_PER_KV_HEAD;
     Record* records = reinterpret_cast<Record*>(plan + HEADER);
     int4* row_of = reinterpret_cast<int4*>(records + grid);
@@ -133,14 +136,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     const int units = sum.units * unit_heads;
     if (thread == 0) {
-        share = share_of(units, grid, shortest, longest);
+        heads_each = whole_heads(units, sum.filled * unit_heads, grid, longest);
+        share = heads_each > 0 ? 0 : share_of(units, grid, shortest, longest);
         *reinterpret_cast<int4*>(plan) = make_int4(units, share, sum.filled, rows - sum.filled);
     }
     for (int i = thread; i < rows * unit_heads; i += THREADS) counters[i] = 0;
     __syncthreads();
     for (int block = thread; block < grid; block += THREADS) {
-        const int start = block * share;
-        write(records + block, start, min(max(units - start, 0), share), before, filled_rows, sum.filled, unit_heads, tables,
+        const auto first_of = [&](int of) {  // unit of a block
+            if (heads_each == 0) return min(of * share, units);
+            const int slot = of * heads_each / unit_heads, turn = of * heads_each % unit_heads;
+            return slot < sum.filled ? before[slot] * unit_heads + turn * filled_rows[slot].w : units;
+        };
+        const int start = first_of(block);
+        write(records + block, start, first_of(block + 1) - start, before, filled_rows, sum.filled, unit_heads, tables,
               table_stride);
     }
 }

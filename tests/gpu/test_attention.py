@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -200,6 +201,27 @@ def test_any_split_over_the_card_gives_the_same(lengths: list[int], stream: Any,
     launcher.plan(world)
     launcher.run(world, out, 0.1)
     check(shape, world, out, 2, 0.1)
+
+
+def test_rows_of_about_one_length_are_not_split(stream: Any, seed: int) -> None:
+    """As many heads as blocks: each block has one, the longest ones a little more than their share."""
+    import pycuda.driver as cuda
+
+    shape, kv_heads = SHAPES[0], 2
+    rows = PagedAttention(shape, kv_heads, 1, cache_dir=CACHE_DIR).grid // kv_heads
+    lengths = [1024 - n % 24 for n in range(rows)] + [0, 0]
+    launcher = Launcher(shape, kv_heads, len(lengths), stream)
+    world = build(shape, kv_heads, random.sample(lengths, len(lengths)))
+    out = launcher.output(world)
+    launcher.plan(world)
+    launcher.run(world, out, 0.1)
+    check(shape, world, out, kv_heads, 0.1)
+    header = np.empty(4, dtype=np.int32)
+    cuda.memcpy_dtoh(header, launcher.attention.plan_memory)
+    assert header[1] == 0, "a share in units, which splits rows"
+    partials = np.empty(launcher.attention.partial_words, dtype=np.float32)
+    cuda.memcpy_dtoh(partials, launcher.attention.partials)
+    assert np.isnan(partials).all(), "nothing was left to be merged"
 
 
 def test_a_graph_serves_every_length_and_table(stream: Any, seed: int) -> None:
