@@ -136,8 +136,7 @@ class DecodeSteps:
     def decode(self, inputs: DecodeInputs, rows: int, pool: Tensor) -> Tensor:
         """Logits [rows, vocabulary] of the first `rows` rows, float32 or of the element type; overwritten next time."""
         parts, layers = self._parts(inputs, rows), len(self.weights.layers)
-        # A second half waits for all that was launched before it: nothing, or the first one's attention.
-        for part in parts if rows in lanes.LATE else reversed(parts):
+        for part in reversed(parts):  # a second half waits for what was launched before it: nothing
             if part is not parts[0]:
                 part.lane.gpu.stream.wait_stream(self._gpu.stream)
             with part.lane.gpu.on_stream():
