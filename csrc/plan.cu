@@ -40,22 +40,24 @@ __device__ __forceinline__ Pair exclusive(Pair mine, Pair* scratch, Pair& total)
 }
 static_assert(THREADS == WARP * WARP, "a warp adds up the warps");
 
-// Units per block. When all rows are equally long, a share that ends with a row's units needs fewer merges: worth 8% of
-// the blocks while shares are short, because the memory, not the blocks, is the limit.
+// What a block may have where an even share is this much, if that saves merges: worth 8% of the blocks while shares are
+// short, because the memory, not the blocks, is the limit.
+__device__ int most_of(int even) { return even + even * 8 / 100; }
+
+// Units per block. When all rows are equally long, shares of which some make up a row need fewer merges.
 __device__ int share_of(int units, int grid, int shortest, int longest) {
     const int even = max((units + grid - 1) / grid, min(SHORTEST_SHARE, longest));
     if (shortest != longest || even >= longest || even == SHORTEST_SHARE || even > LONG_SHARE) return even;
-    const int limit = even + even * 8 / 100;
-    for (int parts = longest / even; parts > 0 && longest / parts <= limit; parts--)
+    for (int parts = longest / even; parts > 0 && longest / parts <= most_of(even); parts--)
         if (longest % (parts * WARPS) == 0) return longest / parts;
     return even;
 }
 
-// Rows' heads per block, so that no row is split and nothing is merged, where by that no block has more than 8% too much:
-// rows of about one length that are many enough. Else 0.
+// Rows' heads per block, so that no row is split and nothing is merged: for rows of about one length, if they are many
+// enough that no block has too much by it. Else 0.
 __device__ int whole_heads(int units, int heads, int grid, int longest) {
     const int even = (units + grid - 1) / grid, each = (heads + grid - 1) / grid;
-    return even <= LONG_SHARE && each * longest <= even + even * 8 / 100 ? each : 0;
+    return even <= LONG_SHARE && each * longest <= most_of(even) ? each : 0;
 }
 
 // The filled row in which a unit lies.

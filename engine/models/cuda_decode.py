@@ -137,7 +137,7 @@ class DecodeSteps:
     def decode(self, inputs: DecodeInputs, rows: int, pool: Tensor) -> Tensor:
         """Logits [rows, vocabulary] of the first `rows` rows, float32 or of the element type; overwritten next time."""
         parts, layers = self._parts(inputs, rows), len(self.weights.layers)
-        for part in reversed(parts):  # a second half waits for what was launched before it: nothing
+        for part in reversed(parts):  # the second half first: it waits for all before the step, not for the other half
             if part is not parts[0]:
                 part.lane.gpu.stream.wait_stream(self._gpu.stream)
             with part.lane.gpu.on_stream():
@@ -199,7 +199,8 @@ class DecodeSteps:
         weights = [layer.out, layer.gate_up, layer.down, *behind]
         few = sum(weight.nbytes for weight in weights) <= _AHEAD_BYTES
         found: list[tuple[int, int]] = []
-        room = _AHEAD_BYTES if part.rows == 1 or few and part.rows in _AHEAD_ROWS and part.lane is self._whole else 0
+        pays = part.rows == 1 or (few and part.rows in _AHEAD_ROWS and part.lane is self._whole)
+        room = _AHEAD_BYTES if pays else 0
         for weight in weights:
             room -= weight.nbytes
             if room >= 0:
