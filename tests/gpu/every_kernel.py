@@ -1,10 +1,12 @@
 """Small models through the runner until every kernel has run, for NVIDIA's checker: wrong accesses and races.
 
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 python tests/gpu/every_kernel.py
-    compute-sanitizer --tool racecheck python tests/gpu/every_kernel.py [numbers of cases]
+    compute-sanitizer --tool racecheck python tests/gpu/every_kernel.py --alone [numbers of cases]
 
-The driver's bindings ask for functions that it lacks, which is no error here; and racecheck misreads the barriers of
-cuDNN's and cuBLAS's kernels (cudnn_..., nvjet_...): what it must not name is a kernel of csrc/.
+The driver's bindings ask for functions that it lacks, which is no error here. racecheck misreads the barriers of
+cuDNN's and cuBLAS's kernels (cudnn_..., nvjet_...): what it must not name is a kernel of csrc/. It ends in an error of
+its own where kernels overlap, hence --alone: one kernel at a time, no graphs, and fewer and shorter requests, since
+each launch takes it a tenth of a second.
 
 Every head dim and element type, graphs whose rows join and leave, chunks over earlier blocks, penalties, log
 probabilities, blocks that are gathered, scattered and zeroed. Compares float32 tokens with the CPU's; times nothing.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,8 @@ sys.path[:0] = [str(Path(__file__).parents[2])]
 import torch  # noqa: E402
 
 from engine.backend.cpu import CPUBackend  # noqa: E402
-from engine.backend.cuda import Gpu  # noqa: E402
-from engine.backend.launches import Heads, copy_blocks  # noqa: E402
+from engine.backend.cuda import Argument, Gpu  # noqa: E402
+from engine.backend.launches import Heads, Launch, copy_blocks  # noqa: E402
 from engine.batch import DigestRequest  # noqa: E402
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
 from engine.cuda_cache import CudaKVCache  # noqa: E402
@@ -38,8 +41,8 @@ from engine.runner import ModelRunner  # noqa: E402
 from engine.types import SamplingParams  # noqa: E402
 from pagewire.local_engine import LocalEngine  # noqa: E402
 
-# head dim, query heads, KV heads, element type, block size, sliding window, rows; with 40, skinny.cu has
-# all of a layer's products, and the logits of smaller batches
+# head dim, query heads, KV heads, element type, block size, sliding window, rows; with 40, skinny.cu has all of a
+# layer's products, and the logits of smaller batches; with 130, attention its longest rings
 Case = tuple[int, int, int, str, int, int | None, int]
 CASES: list[Case] = [
     (64, 3, 1, "float32", 16, None, 5),
@@ -49,6 +52,7 @@ CASES: list[Case] = [
     (128, 4, 1, "bfloat16", 16, 40, 5),
     (128, 16, 1, "float16", 16, None, 12),
     (256, 2, 1, "float16", 128, None, 5),
+    (64, 3, 1, "bfloat16", 16, None, 130),
 ]
 
 
@@ -63,23 +67,39 @@ def model_of(head_dim: int, heads: int, kv_heads: int, window: int | None, vocab
 def config_of(dtype: str, block_size: int, rows: int) -> EngineConfig:
     return EngineConfig(
         block_size=block_size,
-        num_blocks=80,
+        num_blocks=max(80, 8 * rows),
         max_num_seqs=rows,
-        max_num_batched_tokens=48,
+        max_num_batched_tokens=48 if rows < 100 else 64 * rows,
         max_model_len=512,
         dtype=dtype,
     )
 
 
-def requests(rows: int) -> list[tuple[list[int], SamplingParams]]:
-    """More than run at a time."""
+class Alone(Gpu):
+    """One launch at a time: each has ended before the next one begins, and what would be a graph is launched again."""
+
+    def launch(self, launch: Launch, *arguments: Argument, overlap: bool = True, yields: bool = False) -> None:
+        super().launch(launch, *arguments, overlap=False, yields=yields)
+        self.stream.synchronize()
+
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        def again() -> None:
+            with self.on_stream():
+                body()
+
+        again()
+        return again
+
+
+def requests(rows: int, longest: int) -> list[tuple[list[int], SamplingParams]]:
     rng = random.Random(0)
     found = []
     lengths = (1, 15, 16, 17, 33, 100, 64)
-    for i, length in enumerate((lengths * rows)[: rows + 2]):
+    for i, length in enumerate((lengths * rows)[:rows]):
         params = SamplingParams(
-            temperature=0 if i % 2 else 0.8, seed=i, max_tokens=(3, 9, 20)[i % 3], top_p=0.9 if i % 4 == 0 else 1.0,
-            top_k=20 if i % 4 == 2 else 0, min_p=0.05 if i == 4 else 0.0, min_tokens=2, stop_token_ids=[11],
+            temperature=0 if i % 2 else 0.8, seed=i, max_tokens=min(longest, (3, 9, 20)[i % 3]),
+            top_p=0.9 if i % 4 == 0 else 1.0, top_k=20 if i % 4 == 2 else 0, min_p=0.05 if i == 4 else 0.0,
+            min_tokens=2, stop_token_ids=[11],
             repetition_penalty=1.2 if i in (0, 5) else 1.0, frequency_penalty=0.3 if i == 5 else 0.0,
             logit_bias={7: 2.0} if i == 3 else {}, logprobs=3 if i in (1, 4) else None,
             prompt_logprobs=2 if i == 6 else None,
@@ -88,9 +108,12 @@ def requests(rows: int) -> list[tuple[list[int], SamplingParams]]:
     return found
 
 
-def tokens_of(runner: Any, config: EngineConfig) -> list[list[int]]:
+def tokens_of(runner: Any, config: EngineConfig, few: bool) -> list[list[int]]:
+    """Of more requests than run at a time; few: of each, and of few of them where not all have to run at once."""
     engine = LocalEngine(runner, config)
-    numbers = [engine.add_request(*each) for each in requests(config.max_num_seqs)]
+    most = config.max_num_seqs + 2
+    wanted = requests(most if most > 100 else 10, 4) if few else requests(most, 20)
+    numbers = [engine.add_request(*each) for each in wanted]
     tokens: dict[int, list[int]] = {number: [] for number in numbers}
     while engine.has_work:
         for number, token, _ in engine.step():
@@ -109,10 +132,11 @@ def run_case(gpu: Gpu, case: Case) -> None:
     weights = Llama(model, {name: tensor.to("cuda") for name, tensor in tensors.items()})
     runner = CudaRunner(weights, config, cache, gpu)
     runner.warm_up()
-    found = tokens_of(runner, config)
+    few = isinstance(gpu, Alone)
+    found = tokens_of(runner, config, few)
     if dtype == "float32":
         cpu = ModelRunner(Llama(model, tensors), config, KVCache(layout, config.num_blocks), CPUBackend())
-        assert found == tokens_of(cpu, config), f"{case}: other tokens than on the CPU"
+        assert found == tokens_of(cpu, config, few), f"{case}: other tokens than on the CPU"
     move_blocks(gpu, cache)
     print("ran", *case, flush=True)
 
@@ -155,8 +179,9 @@ def run_wide(gpu: Gpu) -> None:
 
 def main() -> None:
     torch.set_num_threads(2)
-    gpu = Gpu()
-    for number in map(int, sys.argv[1:] or range(len(CASES) + 1)):
+    alone, numbers = "--alone" in sys.argv, [one for one in sys.argv[1:] if one != "--alone"]
+    gpu = Alone() if alone else Gpu()
+    for number in map(int, numbers or range(len(CASES) + 1)):
         if number < len(CASES):
             run_case(gpu, CASES[number])
         else:
