@@ -13,6 +13,15 @@
 #else
 #include "mma.cuh"
 
+#ifndef FLIGHT  // stages that are on their way while a warp attends
+#define FLIGHT (STAGES - 1)
+#endif
+#ifndef LETS_EARLY  // 1: the next kernel may start as soon as this one has its inputs
+#define LETS_EARLY 0
+#endif
+
+constexpr int FIRST = STAGES > FLIGHT + 1 ? STAGES : FLIGHT;  // and before it has its inputs, when the memory idles
+static_assert(FLIGHT < STAGES, "a stage is refilled while the next one is attended to");
 constexpr int ROW_BYTES = HEAD_DIM * 2;
 constexpr int CHUNKS = HEAD_DIM / 8;         // of 16 bytes in a row
 constexpr int HALF_BYTES = SUB * ROW_BYTES;  // K or V of a warp's tokens
@@ -347,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, CTAS)
     const uint64_t policy = header.x < EVICT_FIRST_UNITS ? first : unchanged;
     const int count = start.w;
 
-    // Warp w takes the block's units w, w + WARPS, ... whatever rows and heads they are of; copies run STAGES - 1 ahead.
+    // Warp w takes the block's units w, w + WARPS, ... whatever rows and heads they are of; copies run FLIGHT ahead.
     Cursor loads;
     loads.start(start, its_row, unit_heads);
     const auto next_of = [&](int slot) {
@@ -383,8 +392,10 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, CTAS)
         write_stage = write_stage == STAGES - 1 ? 0 : write_stage + 1;
     };
 #pragma unroll 1
-    for (int i = 1; i < STAGES; i++) load(true);
+    for (int i = 1; i <= FIRST; i++) load(true);
+    int spare = FIRST - FLIGHT;  // stages to be used before the first is filled again
     wait_for_inputs();
+    if (LETS_EARLY) let_next_start();
 
     if (count > 0) {
         Cursor at;  // the row and unit head that the warp is in, from the block's first unit of it
@@ -402,9 +413,9 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, CTAS)
             sums.clear();
 #pragma unroll 1
             for (; unit < units; unit += WARPS) {
-                wait_copies<STAGES - 2>();
+                wait_copies<FLIGHT - 1>();
                 __syncwarp();
-                load(false);
+                if (FIRST == FLIGHT || --spare < 0) load(false);
                 const int token = (at.sub + unit) * SUB;
                 attend(sums, query, ring + read_stage * STAGE_BYTES, first_visible(at.row.y) - token, at.row.y - token,
                        scale, softcap, lane);

@@ -7,6 +7,8 @@
 constexpr int THREADS = 1024;
 constexpr int SHORTEST_SHARE = 2 * WARPS;  // of a longer row: less and merging costs more than it brings
 constexpr int LONG_SHARE = 1600;           // so long that merges cost nothing beside it
+constexpr int IDS = STAGES * WARPS, AT_ONCE = IDS <= 40 ? IDS : IDS / 2;  // block ids; registers hold no more at once
+static_assert(IDS % AT_ONCE == 0, "all batches of ids are whole");
 
 struct Pair {
     int units, filled;  // of one head
@@ -85,16 +87,19 @@ __device__ __forceinline__ void write(Record* record, int start, int count, cons
     int turn = rest / row.w, sub = row.z + rest % row.w;
     record->slot = slot, record->turn = turn, record->sub = sub;
     record->row = row, record->next = rows[min(slot + 1, filled - 1)];
-    int ids[STAGES * WARPS];
+#pragma unroll 1
+    for (int first = 0; first < IDS; first += AT_ONCE) {
+        int ids[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < STAGES * WARPS; i++) {
-        ids[i] = i < count ? tables[int64_t(row.x) * table_stride + sub * SUB / BLOCK_SIZE] : 0;
-        if (++sub < row.z + row.w) continue;
-        if (++turn == unit_heads) turn = 0, row = rows[min(++slot, filled - 1)];
-        sub = row.z;
+        for (int i = 0; i < AT_ONCE; i++) {
+            ids[i] = first + i < count ? tables[int64_t(row.x) * table_stride + sub * SUB / BLOCK_SIZE] : 0;
+            if (++sub < row.z + row.w) continue;
+            if (++turn == unit_heads) turn = 0, row = rows[min(++slot, filled - 1)];
+            sub = row.z;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) record->ids[first + i] = ids[i];
     }
-#pragma unroll
-    for (int i = 0; i < STAGES * WARPS; i++) record->ids[i] = ids[i];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

@@ -207,7 +207,8 @@ def test_rows_in_two_lanes_get_the_tokens_of_one(monkeypatch: pytest.MonkeyPatch
     )
     runner = emulated(config)
     steps = runner.model._steps
-    steps._halves = steps._whole, replace(steps._whole, gpu=steps._whole.gpu.twin())
+    lane = steps._whole[0][1]
+    steps._halves = lane, replace(lane, gpu=lane.gpu.twin())
     prompts = [[3 + i, *range(10, 14 + 5 * i)] for i in range(5)]
     params = [SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=4 + 3 * i) for i in range(5)]
     assert run(runner, config, prompts, params)[0] == run(on_cpu(config), config, prompts, params)[0]

@@ -34,11 +34,12 @@ def step_kernels(config: ModelConfig, dtype: str, block_size: int, arch: str) ->
     )
     hopper, shared = arch != "sm_80", _SHARED_PER_MULTIPROCESSOR[arch]
     geometry = attention.geometry(shape, shared)
-    planner, attending = attention.step_launches(shape, geometry, 1)
-    yield from (planner.kernel, attending.kernel)
+    for one in (geometry, *(one for _, one in attention.geometries(shape, shared))):
+        yield from attention.kernels(shape, one)
     heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, block_size, config.num_layers)
     hidden, inner = config.hidden_size, config.intermediate_size
     rooms = [(rows, products.WHOLE) for rows in _ROWS]
+    _, attending = attention.step_launches(shape, geometry, 1)
     half = lanes.lane(hidden, attending, geometry.ctas, shared)
     if half is not None and hopper:
         rooms += [(rows, half[1]) for rows in _HALVES]

@@ -14,6 +14,7 @@ from engine.backend.launches import Heads, Launch, over
 from engine.backend.nvcc import kernel
 from engine.config import DTYPES, ModelConfig
 
+_MORE_THAN_HALF = 114 << 10  # bytes of a multiprocessor's shared memory
 WHOLE = 200 << 10  # bytes of a multiprocessor's shared memory, where a product has it to itself
 
 
@@ -131,7 +132,8 @@ def gemv_shape(outputs: int, inputs: int, rows: int, ending: Ending) -> GemvShap
 @dataclass(frozen=True, slots=True)
 class SkinnyShape:
     """How skinny.cu cuts a product: rows of x and 64-row tiles of the weight per block, warpgroups that share the
-    tiles, stages of K that are under way, blocks that share K, and the 64s of K in a stage."""
+    tiles, stages of K that are under way, blocks that share K, the 64s of K in a stage, and whether a block takes so
+    much shared memory that there is no second one on its multiprocessor."""
 
     columns: int
     tiles: int
@@ -139,6 +141,7 @@ class SkinnyShape:
     stages: int
     split: int = 1
     depth: int = 1
+    apart: bool = False
 
     @property
     def inputs(self) -> int:
@@ -149,7 +152,7 @@ class SkinnyShape:
     def shared(self) -> int:
         """Bytes: the ring of stages, which the sums replace at the end, at a multiple of 1024."""
         ring = self.stages * self.depth * (self.tiles * 64 + self.columns) * 128
-        return 1024 + max(ring, 4 * self.columns * (self.tiles * 64 + 4))
+        return 1024 + max(ring, 4 * self.columns * (self.tiles * 64 + 4), _MORE_THAN_HALF if self.apart else 0)
 
 
 def skinny(
@@ -235,13 +238,16 @@ def _narrow_shape(inputs: int, rows: int, ending: Ending, room: int) -> SkinnySh
         columns = 16 if rows <= 128 else 32
     elif split == 2 and rows > 128:
         columns = 64
+    apart = ending is Ending.RESIDUAL and split == 1 and room == WHOLE and 64 < rows <= 128
+    if apart:  # behind attention, which leaves no room beside it: then more blocks on more multiprocessors are faster
+        columns = 16
     part = 128 * (64 * tiles + columns)  # bytes of 64 inputs
     deepest = 1 if tiles == 2 and columns == 64 else 3
     depth = next(
         depth for depth in range(deepest, 0, -1)
         if chunks % depth == 0 and (depth == 1 or room // (depth * part) >= min(2, chunks // depth))
     )  # fmt: skip
-    return SkinnyShape(columns, tiles, tiles, min(chunks // depth, room // (depth * part)), split, depth)
+    return SkinnyShape(columns, tiles, tiles, min(chunks // depth, room // (depth * part)), split, depth, apart)
 
 
 @dataclass(frozen=True, slots=True)

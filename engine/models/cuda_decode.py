@@ -22,8 +22,7 @@ from engine.messages import KvLayout
 from engine.models.cuda_products import Products, add_linear, fold_norms, linear
 from engine.models.llama import Llama, LlamaLayer
 
-_AHEAD_BYTES = 36 << 20  # of weights that attention brings into the L2
-_AHEAD_ROWS = range(96, 192)  # for which it does so where all of a layer's fit, besides a lone one
+_AHEAD_BYTES = 36 << 20  # of weights that attention of a lone row brings into the L2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +63,21 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A stream, and what the rows on it share with no others: the plan and the partials of their attention.
+    """A stream, and what the rows on it share with no others that run meanwhile: the plan and the partials of their
+    attention.
 
     Products take at most `room` bytes of a multiprocessor's shared memory."""
 
     gpu: Gpu
+    planner: Launch
     attention: Launch
     plan: Tensor
     partials: Tensor
     room: int
+
+    @property
+    def alone(self) -> bool:
+        return self.room == WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +110,10 @@ class DecodeSteps:
             layout.dtype, config.head_dim, config.num_heads // config.num_kv_heads, layout.block_size,
             window=config.sliding_window or 0,
         )  # fmt: skip
-        geometry = attention.geometry(shape, gpu.shared_per_multiprocessor)
-        self._planner, self._attention = attention.step_launches(shape, geometry, gpu.multiprocessors)
-        grid = self._attention.grid[0]
+        found = attention.geometries(shape, gpu.shared_per_multiprocessor)
+        launched = [attention.step_launches(shape, geometry, gpu.multiprocessors) for _, geometry in found]
+        grid = launched[0][1].grid[0]
+        assert all(attend.grid[0] == grid for _, attend in launched), "batches of one stream share plan and partials"
 
         def ints(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=gpu.device)
@@ -115,16 +121,22 @@ class DecodeSteps:
         def values(width: int) -> Tensor:
             return torch.zeros(max_rows, width, dtype=TORCH_DTYPES[layout.dtype], device=gpu.device)
 
-        def lane(on: Gpu, launch: Launch, room: int) -> Lane:
+        def lane(on: Gpu, planner: Launch, attend: Launch, room: int) -> Lane:
             plan = ints(attention.plan_words(shape, config.num_kv_heads, grid, max_rows))
             partials = torch.zeros(2 * grid * shape.partial, dtype=torch.float32, device=gpu.device)
-            return Lane(on, launch, plan, partials, room)
+            return Lane(on, planner, attend, plan, partials, room)
 
-        self._whole = lane(gpu, self._attention, WHOLE)
+        whole = lane(gpu, *launched[0], WHOLE)
+        self._whole = [  # by the least number of rows
+            (least, replace(whole, planner=planner, attention=attend))
+            for (least, _), (planner, attend) in zip(found, launched, strict=True)
+        ]
         self._halves: tuple[Lane, ...] = ()
-        half = lanes.lane(config.hidden_size, self._attention, geometry.ctas, gpu.shared_per_multiprocessor)
+        sharing = attention.geometry(shape, gpu.shared_per_multiprocessor)
+        planner, attend = attention.step_launches(shape, sharing, gpu.multiprocessors)
+        half = lanes.lane(config.hidden_size, attend, sharing.ctas, gpu.shared_per_multiprocessor)
         if half is not None and gpu.clusters:
-            self._halves = lane(gpu, *half), lane(gpu.twin(), *half)
+            self._halves = lane(gpu, planner, *half), lane(gpu.twin(), planner, *half)
         hidden, inner = config.hidden_size, config.intermediate_size
         widths = hidden, hidden, self._qkv, self._q, 2 * inner, inner
         self._at = at = Workspace(*map(values, widths))
@@ -155,7 +167,8 @@ class DecodeSteps:
 
     def _parts(self, inputs: DecodeInputs, rows: int) -> list[Part]:
         if not self._halves or rows not in lanes.ROWS:
-            return [Part(self._whole, inputs.part(0, rows), self._at.part(0, rows))]
+            lane = next(lane for least, lane in reversed(self._whole) if rows >= least)
+            return [Part(lane, inputs.part(0, rows), self._at.part(0, rows))]
         return [
             Part(lane, inputs.part(*both), self._at.part(*both))
             for lane, both in zip(self._halves, lanes.halves(rows), strict=True)
@@ -163,10 +176,10 @@ class DecodeSteps:
 
     def _begin(self, part: Part) -> None:
         lane, inputs, rows = part.lane, part.inputs, part.rows
-        plan = replace(self._planner, shared=attention.plan_shared(rows))
+        plan = replace(lane.planner, shared=attention.plan_shared(rows))
         width = inputs.places.tables.stride(0)
         lane.gpu.launch(plan, inputs.lengths, inputs.places.tables, lane.plan, rows, width, self.config.num_kv_heads,
-                        lane.attention.grid[0], overlap=lane is self._whole)  # fmt: skip
+                        lane.attention.grid[0], overlap=lane.alone)  # fmt: skip
         embed = launches.embed(self.config.hidden_size, rows, self.dtype)
         lane.gpu.launch(embed, self.weights.embed, inputs.tokens, part.at.x)
 
@@ -177,7 +190,7 @@ class DecodeSteps:
         lane.gpu.launch(
             lane.attention, at.qkv, pool[0, index], at.attended, places.tables, lane.plan, lane.partials,
             Long(pool.stride(0)), self._qkv, places.tables.stride(0), part.rows, config.num_kv_heads,
-            config.head_dim**-0.5, 0.0, int(index > 0), self._ahead(part, index), yields=lane is not self._whole,
+            config.head_dim**-0.5, 0.0, int(index > 0), self._ahead(part, index), yields=not lane.alone,
         )  # fmt: skip
 
     def _feed_forward(self, part: Part, index: int) -> None:
@@ -193,14 +206,12 @@ class DecodeSteps:
 
     def _ahead(self, part: Part, index: int) -> bytes:
         """The weights behind a layer's attention, as far as they fit into the L2. On an H200 this is worth 13% of a
-        135M model's step for a lone row, 1% at 128 rows, and 2% of an 8B one's for a lone row; elsewhere nothing."""
+        135M model's step for a lone row and 2% of an 8B one's, elsewhere nothing."""
         layers = self.weights.layers
         layer, behind = layers[index], [one.qkv for one in layers[index + 1 : index + 2]]
         weights = [layer.out, layer.gate_up, layer.down, *behind]
-        few = sum(weight.nbytes for weight in weights) <= _AHEAD_BYTES
         found: list[tuple[int, int]] = []
-        pays = part.rows == 1 or (few and part.rows in _AHEAD_ROWS and part.lane is self._whole)
-        room = _AHEAD_BYTES if pays else 0
+        room = _AHEAD_BYTES if part.rows == 1 else 0
         for weight in weights:
             room -= weight.nbytes
             if room >= 0:
@@ -219,7 +230,8 @@ class DecodeSteps:
 
     def kernels(self, buckets: Sequence[int]) -> list[Launch]:
         """All launches of decode steps, to be compiled ahead; prompts need no others."""
-        config, found = self.config, [self._planner, self._attention]
+        config, used = self.config, [*(lane for _, lane in self._whole), *self._halves]
+        found = [one for lane in used for one in (lane.planner, lane.attention)]
         hidden, inner = config.hidden_size, config.intermediate_size
         counts = {(rows, WHOLE) for rows in buckets}
         for lane in self._halves:
