@@ -4,6 +4,10 @@
 // memory: 20 bytes a row. Every length may change between two replays of a graph.
 #include "attention_plan.cuh"
 
+#ifndef MERGE  // units that a block reads in the time that a merge takes, where that is a matter of latency
+#define MERGE 0
+#endif
+
 constexpr int THREADS = 1024;
 constexpr int SHORTEST_SHARE = 2 * WARPS;  // of a longer row: less and merging costs more than it brings
 constexpr int LONG_SHARE = 1600;           // so long that merges cost nothing beside it
@@ -55,11 +59,12 @@ __device__ int share_of(int units, int grid, int shortest, int longest) {
     return even;
 }
 
-// Rows' heads per block, so that no row is split and nothing is merged: for rows of about one length, if they are many
-// enough that no block has too much by it. Else 0.
+// Rows' heads per block, so that no row is split and nothing is merged: where no block has more by it than a merge is
+// worth. Else 0.
 __device__ int whole_heads(int units, int heads, int grid, int longest) {
     const int even = (units + grid - 1) / grid, each = (heads + grid - 1) / grid;
-    return even <= LONG_SHARE && each * longest <= most_of(even) ? each : 0;
+    const int merge = each == 1 ? MERGE * 3 / 2 : MERGE;  // fewer blocks leave each more of the memory
+    return even <= LONG_SHARE && each * longest <= max(most_of(even), even + merge) ? each : 0;
 }
 
 // The filled row in which a unit lies.

@@ -26,7 +26,7 @@ def test_every_shape_fits_the_large_cards(head_dim: int, group: int, card: tuple
 def test_a_card_gets_the_kernels_that_fit_it() -> None:
     shape = AttentionShape("bfloat16", 64, 3, 16)
     h200, a100, small = ([least for least, _ in geometries(shape, shared)] for shared, _ in CARDS)
-    assert h200 == [1, 9, 65, 112]
+    assert h200 == [1, 65, 112]
     assert a100 == [1], "its shared memory has no room for the longer rings"
     assert small == [1]
     assert geometry(shape, CARDS[2][0]).shared_bytes <= CARDS[2][1]
@@ -55,5 +55,5 @@ def test_planner_and_attention_are_compiled_with_the_same_settings() -> None:
     shape = AttentionShape("float16", 96, 5, BLOCK_SIZES[1], window=100, softcap=30.0)
     planner, attention = kernels(shape, Geometry(warps=4, stages=2, buffers=1, ctas=2, shared_bytes=0, flight=1))
     settings = dict(attention.settings)
-    assert dict(planner.settings).items() <= settings.items()
+    assert {**settings, **dict(planner.settings)} == {**settings, "MERGE": 0}
     assert (settings["DTYPE"], settings["WINDOW"], settings["SOFTCAP"]) == (2, 100, 1)

@@ -68,7 +68,8 @@ class Geometry:
 
     `flight`: stages that are on their way while a warp attends, the most that helps; a ring of more than one beyond
     them is filled while the kernel before this one still runs. `lets_early`: the kernel behind may start as soon as
-    this one has its inputs, not when it ends."""
+    this one has its inputs, not when it ends. `merge`: the units (16 tokens of a KV head) for which it pays to have no
+    row split, see csrc/plan.cu."""
 
     warps: int
     stages: int
@@ -77,29 +78,31 @@ class Geometry:
     shared_bytes: int
     flight: int
     lets_early: bool = False
+    merge: int = 0
 
 
 # For head dim 64, where the products beside attention take as long as it does: what lies in the rings when it has its
-# inputs was read while the memory would idle. The cuts are arguments of
+# inputs was read while the memory would idle, and a merge takes up to a third of its time. The cuts are arguments of
 # `fitted`; measured on an H200 in a 135M step. What leaves room for the products of others:
-_SHARING = (8, 3, 2, 1, 2, False)
-# And what a batch has that is alone, from which number of rows on. With 1,024 tokens a row a step takes 2% less for it
-# at 16 and 32 rows, 3% at 64 and 96, 6% at 128. To let the kernel behind start early costs up to 8% below 65 rows.
+_SHARING = (8, 3, 2, 1, 2, False, 20)
+# And what a batch has that is alone, from which number of rows on. With 1,024 tokens a row a step takes 6% less for it
+# if there is one row, 10% at 8 to 32, 3% at 64, 6% at 128; with lengths at random up to 2,100 as much as before, but 6%
+# more at 128. To let the kernel behind start early costs up to 8% below 65 rows.
 _ALONE = (
-    (9, (8, 5, 1, 1, 2, False)),
-    (65, (8, 6, 1, 1, 2, True)),
-    (112, (16, 3, 1, 1, 1, True)),
+    (1, (8, 5, 1, 1, 2, False, 52)),
+    (65, (8, 6, 1, 1, 2, True, 52)),
+    (112, (16, 3, 1, 1, 1, True, 52)),
 )
 
 
 def fitted(
     shape: AttentionShape, warps: int, stages: int, buffers: int, ctas: int = 1, flight: int = 0,
-    lets_early: bool = False,
+    lets_early: bool = False, merge: int = 0,
 ) -> Geometry:  # fmt: skip
     """Without a `flight`, all stages but the one that is worked on."""
     ring = stages * warps * 16 * shape.head_dim * 2 * 2
     sums = buffers * warps * shape.unit_heads * (shape.head_dim + 6) * 4
-    return Geometry(warps, stages, buffers, ctas, ring + sums, flight or stages - 1, lets_early)
+    return Geometry(warps, stages, buffers, ctas, ring + sums, flight or stages - 1, lets_early, merge)
 
 
 def geometries(shape: AttentionShape, shared_per_multiprocessor: int) -> list[tuple[int, Geometry]]:
@@ -151,7 +154,7 @@ def kernels(shape: AttentionShape, chosen: Geometry) -> tuple[Kernel, Kernel]:
         "CTAS": chosen.ctas,
     }
     attending = {"FLIGHT": chosen.flight, "LETS_EARLY": int(chosen.lets_early)}
-    return kernel("plan", **settings), kernel("paged_attention", **settings, **attending)
+    return kernel("plan", **settings, MERGE=chosen.merge), kernel("paged_attention", **settings, **attending)
 
 
 def step_launches(shape: AttentionShape, chosen: Geometry, multiprocessors: int) -> tuple[Launch, Launch]:

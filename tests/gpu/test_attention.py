@@ -235,6 +235,25 @@ def merges(launcher: Launcher) -> bool:
     return split
 
 
+@pytest.mark.parametrize(("rows", "length", "split"), [(8, 1024, False), (8, 8000, True), (44, 1024, False)])
+def test_a_small_batch_is_split_only_where_that_is_worth_a_merge(
+    rows: int, length: int, split: bool, stream: Any, seed: int
+) -> None:
+    import pycuda.driver as cuda
+
+    attribute = cuda.device_attribute.MAX_SHARED_MEMORY_PER_MULTIPROCESSOR
+    found = geometries(NARROW, cuda.Context.get_device().get_attribute(attribute))
+    if len(found) == 1:
+        pytest.skip("this card's shared memory has no room for the rings of larger batches")
+    launcher = Launcher(NARROW, 3, rows, stream, next(one for least, one in reversed(found) if rows >= least))
+    world = build(NARROW, 3, [length - n % 5 for n in range(rows)])
+    out = launcher.output(world)
+    launcher.plan(world)
+    launcher.run(world, out, 0.1)
+    check(NARROW, world, out, 3, 0.1)
+    assert merges(launcher) == split
+
+
 @pytest.mark.parametrize("chosen", [one for _, one in geometries(NARROW, 228 << 10)], ids=str)
 @pytest.mark.parametrize("lengths", [UGLY, [1024 - n % 24 for n in range(128)], [300] * 9, [5] * 200], ids=len)
 def test_the_kernels_of_small_and_of_large_batches_agree_with_float64(
