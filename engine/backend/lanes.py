@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from engine.backend.launches import Launch
 
-ROWS = range(192, 513)  # of a batch: on an H200 a 135M shape is 8 to 11% faster at 192 and 256 rows, 7% slower at 128
+ROWS = range(192, 513)  # of a batch: on an H200 a 135M shape is 8 to 11% faster at 192 and 256 rows, 10% slower at 128
 _NARROW = 2048  # of a hidden size: below it the bytes of a layer's weights are nothing beside the KV of so many rows
 _REST = 4096  # bytes that the driver, the barriers and the alignment of two blocks take
 
