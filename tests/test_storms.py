@@ -176,10 +176,8 @@ async def test_ten_times_more_requests_than_fit_are_refused_quickly_and_the_othe
     cluster = small_cluster
     refusals: list[float] = []
     answers: list[Answer] = []
-    slowest = 0.0
 
     async def one(channel: grpc.aio.Channel, number: int) -> None:
-        nonlocal slowest
         started = time.monotonic()
         call = open_stream(channel, request_for(2 * number, 20, 40, VOCAB))
         tokens: list[int] = []
@@ -193,7 +191,6 @@ async def test_ten_times_more_requests_than_fit_are_refused_quickly_and_the_othe
             assert int(str(trailers["grpc-retry-pushback-ms"])) > 0
         else:
             answers.append(Answer(tokens))
-            slowest = max(slowest, time.monotonic() - started)
 
     async def impossible(channel: grpc.aio.Channel) -> None:
         """Refused without a look at the queue: what this machine takes to carry so many calls."""
@@ -208,9 +205,6 @@ async def test_ten_times_more_requests_than_fit_are_refused_quickly_and_the_othe
         await asyncio.gather(*(one(channels[number % 4], number) for number in range(10 * QUEUED)))
     assert len(answers) >= RUNNING + QUEUED and all(len(answer.token_ids) == 40 for answer in answers)
     assert len(refusals) > QUEUED, "they all fitted"
-    allowed = max(0.5, 3 * bare, slowest / 2)  # it waits for nobody who is answered, however slow the machine
-    assert max(refusals) < allowed, (
-        f"{max(refusals):.2f} s to the last refusal, {bare:.2f} s for as many bad requests, "
-        f"{slowest:.2f} s to the last answer"
-    )
+    allowed = max(0.5, 3 * bare)
+    assert max(refusals) < allowed, f"{max(refusals):.2f} s to the last refusal, {bare:.2f} s for as many bad requests"
     await nothing_is_left(cluster, 3.0)
