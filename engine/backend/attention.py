@@ -120,8 +120,8 @@ def _narrow(shape: AttentionShape) -> bool:
 
 
 def geometry(shape: AttentionShape, shared_per_multiprocessor: int) -> Geometry:
-    """For few rows, and beside others: two blocks of two buffers where they fit; as many stages as keep _IN_FLIGHT on
-    their way, more is slower."""
+    """Beside others' products, and for batches for which `geometries` knows nothing faster: two blocks of two buffers
+    where they fit; as many stages as keep _IN_FLIGHT on their way, more is slower."""
     if shape.dtype == "float32":
         return Geometry(_WARPS, stages=1, buffers=1, ctas=4, shared_bytes=0, flight=1)
     if _narrow(shape):
