@@ -142,7 +142,9 @@ def _on_cpu(options: WorkerOptions, source: ModelSource, model: ModelConfig, pha
     from engine.loader import load_tensors
     from engine.models.llama import Llama
     from engine.runner import ModelRunner
+    from kvtransfer.transports.hands import stand_back
 
+    stand_back()
     if reason:
         phases(f"{ON_CPU}: {reason}", 0.0)
     dtype = "float32" if options.dtype == "auto" else options.dtype

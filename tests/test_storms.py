@@ -7,6 +7,7 @@ half has its own small cluster, with few seats, a short queue and little patienc
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ import pytest
 from cluster import Cluster, make_topology
 from kill_workers import Answer, Stream, all_idle, request_for
 
+from kvtransfer.transports.hands import NICE
 from protos import generation_pb2 as gpb
 from protos import generation_pb2_grpc
 
@@ -168,6 +170,18 @@ async def test_readers_that_never_read_slow_nobody_down_and_are_ended(small_clus
 
 
 # ---- too many -----------------------------------------------------------------------------------------------------
+
+
+def test_workers_that_compute_on_the_cpu_give_way_to_the_router(small_cluster: Cluster) -> None:
+    """Without it their sessions get a third of two busy cores each, and calls wait at the router's door."""
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    for name, process in small_cluster.processes.items():
+        expected = 0 if name == "router" else NICE
+        threads = [int(thread) for thread in os.listdir(f"/proc/{process.pid}/task")]
+        assert min(os.getpriority(os.PRIO_PROCESS, thread) for thread in threads) == mine + expected, name
+        session = Path(f"/proc/{process.pid}/autogroup")
+        if session.exists() and (text := session.read_text()):
+            assert int(text.split()[-1]) == expected, name
 
 
 async def test_ten_times_more_requests_than_fit_are_refused_quickly_and_the_others_finish(

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -25,6 +27,8 @@ ALONE = 2  # items that are not worth waking anybody
 WAITED = 0.5  # of its time, by a second thread that had no core: more, and all have something else to do
 ALONE_S = 0.25  # how long nobody is woken then
 NICE = 5  # how far these threads stand behind others: a quarter of a core where all cores compute
+AUTOGROUP = Path("/proc/self/autogroup")
+MOST_TRIES = 20
 _LIBC = ctypes.CDLL(None)
 _LAST = 19  # nobody stands further behind
 
@@ -38,6 +42,29 @@ def give_way(niceness: int) -> None:
     """The calling thread alone, as Linux has it. Nobody may come forward again."""
     me = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, me, max(niceness, os.getpriority(os.PRIO_PROCESS, me)))
+
+
+def stand_back() -> None:
+    """The whole process gives way to a router and clients on the same cores: everything waits for those. At once or
+    never: whoever has stood back may not come forward again.
+
+    Linux weighs the niceness of threads only among those of one session, where sessions have their own share
+    (sched(7), "the autogroup feature"). A worker that leads its session, as each of a deployment does, has its session
+    stand back too.
+    """
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, thread, min(_LAST, os.getpriority(os.PRIO_PROCESS, thread) + NICE))
+    if os.getsid(0) == os.getpid():
+        for _ in range(MOST_TRIES):
+            try:
+                AUTOGROUP.write_text(str(NICE))
+            except BlockingIOError:  # one process of a machine may do so in a tenth of a second
+                time.sleep(random.uniform(0.05, 0.15))
+            except OSError:  # a kernel without it weighs all threads together
+                return
+            else:
+                return
 
 
 class Hands:
