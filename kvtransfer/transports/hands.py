@@ -45,26 +45,27 @@ def give_way(niceness: int) -> None:
 
 
 def stand_back() -> None:
-    """The whole process gives way to a router and clients on the same cores: everything waits for those. At once or
-    never: whoever has stood back may not come forward again.
+    """A worker gives way to a router and clients on the same cores: everything waits for those. It may not come
+    forward again. Does nothing to a process that does not lead its session, as each program of a deployment does:
+    that may be somebody's own.
 
     Linux weighs the niceness of threads only among those of one session, where sessions have their own share
-    (sched(7), "the autogroup feature"). A worker that leads its session, as each of a deployment does, has its session
-    stand back too.
+    (sched(7), "the autogroup feature"): there the session has to stand back, elsewhere the threads.
     """
+    if os.getsid(0) != os.getpid():
+        return
     for thread in map(int, os.listdir("/proc/self/task")):
         with contextlib.suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, thread, min(_LAST, os.getpriority(os.PRIO_PROCESS, thread) + NICE))
-    if os.getsid(0) == os.getpid():
-        for _ in range(MOST_TRIES):
-            try:
-                AUTOGROUP.write_text(str(NICE))
-            except BlockingIOError:  # one process of a machine may do so in a tenth of a second
-                time.sleep(random.uniform(0.05, 0.15))
-            except OSError:  # a kernel without it weighs all threads together
-                return
-            else:
-                return
+    for _ in range(MOST_TRIES):
+        try:
+            AUTOGROUP.write_text(str(NICE))
+        except BlockingIOError:  # one process of a machine may do so in a tenth of a second
+            time.sleep(random.uniform(0.05, 0.15))
+        except OSError:  # a kernel without it weighs all threads together
+            return
+        else:
+            return
 
 
 class Hands:
