@@ -24,7 +24,7 @@ from kvtransfer.offer import Transports, puller_transports
 from kvtransfer.paths import GB
 from kvtransfer.peers import Peers
 from kvtransfer.pulls import PullClients
-from kvtransfer.startup import Assemble, Engine, Say, assemble
+from kvtransfer.startup import Assemble, Engine, Say, assemble_worker
 from protos import worker_pb2, worker_pb2_grpc
 from wire.channel import open_channel, write
 from wire.codec import decode_command_from_pb, decode_event_to_pb
@@ -39,7 +39,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
     A process that has both stages calls `begin` of each, instead of `load`, and runs them itself.
     """
 
-    def __init__(self, options: WorkerOptions, assemble: Assemble = assemble) -> None:
+    def __init__(self, options: WorkerOptions, assemble: Assemble = assemble_worker) -> None:
         self.observer = Observer("decode")
         self._options = options
         self._assemble = assemble

@@ -19,6 +19,7 @@ from engine.messages import KvLayout, Node, TransportOffer, WorkerHello
 from engine.shared_memory import SharedMemory
 from engine.types import SamplingParams
 from kvtransfer.probe import spare_blocks
+from kvtransfer.transports.hands import stand_back
 from wire.options import ON_CPU, WorkerOptions
 from wire.worker import CannotStart
 
@@ -65,7 +66,16 @@ class Engine:
         )
 
 
+def assemble_worker(options: WorkerOptions, say: Say) -> Engine:
+    """As assemble, in a process that is a worker and nothing else: without a card it gives way to the router."""
+    engine = assemble(options, say)
+    if not engine.on_card:
+        stand_back()
+    return engine
+
+
 def assemble(options: WorkerOptions, say: Say) -> Engine:
+    """In a worker's process or a user's own."""
     from engine.loader import resolve_model
 
     phases = _Phases(say)
@@ -142,9 +152,7 @@ def _on_cpu(options: WorkerOptions, source: ModelSource, model: ModelConfig, pha
     from engine.loader import load_tensors
     from engine.models.llama import Llama
     from engine.runner import ModelRunner
-    from kvtransfer.transports.hands import stand_back
 
-    stand_back()
     if reason:
         phases(f"{ON_CPU}: {reason}", 0.0)
     dtype = "float32" if options.dtype == "auto" else options.dtype

@@ -21,7 +21,7 @@ from kvtransfer.driver import STUCK, Driver
 from kvtransfer.offer import Transports, owner_transports
 from kvtransfer.probe import ProbeOwner, fill
 from kvtransfer.service import KvTransferService, add_to_server
-from kvtransfer.startup import Assemble, Engine, Say, assemble
+from kvtransfer.startup import Assemble, Engine, Say, assemble_worker
 from prefill_service.prefiller import Prefiller, Promises
 from protos import worker_pb2, worker_pb2_grpc
 from wire.channel import write
@@ -37,7 +37,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.Kv
     A process that has both stages calls `begin` of each, instead of `load`, and runs them itself.
     """
 
-    def __init__(self, options: WorkerOptions, assemble: Assemble = assemble) -> None:
+    def __init__(self, options: WorkerOptions, assemble: Assemble = assemble_worker) -> None:
         self.observer = Observer("prefill")
         self._options = options
         self._assemble = assemble

@@ -20,7 +20,7 @@ from engine.messages import BlockHandle, Node, TransportOffer
 from engine.types import SamplingParams
 from kvtransfer.driver import STUCK, Driver
 from kvtransfer.probe import fill
-from kvtransfer.startup import Assemble, Engine, Say, assemble
+from kvtransfer.startup import Assemble, Engine, Say, assemble_worker
 from prefill_service.prefiller import Prefiller
 from prefill_service.servicer import PrefillServicer
 from shared_service.driver import SharedDriver
@@ -38,7 +38,7 @@ LOCAL = (TransportOffer("local"),)
 class SharedServicer:
     """A wire.worker Stage. Until the model is loaded every call is refused."""
 
-    def __init__(self, options: WorkerOptions, assemble: Assemble = assemble) -> None:
+    def __init__(self, options: WorkerOptions, assemble: Assemble = assemble_worker) -> None:
         self._options = options
         self._assemble = assemble
         self._device = DeviceThread("shared")

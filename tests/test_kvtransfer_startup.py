@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +60,24 @@ def test_an_unknown_model_is_refused_with_what_is_known() -> None:
     with pytest.raises(CannotStart, match="no-such-model.*smollm2"):
         assemble(parse(ROLE, ["--model", "no-such-model"], {}), lines.append)
     assert lines == ["finding the model"]
+
+
+@pytest.mark.parametrize(("assembled", "further"), [("assemble", 0), ("assemble_worker", 5)])
+def test_a_worker_on_the_cpu_gives_way_and_a_program_with_an_engine_of_its_own_does_not(
+    assembled: str, further: int, model_cache: Path
+) -> None:
+    """Each leads its session, as a service of somebody's may."""
+    program = f"""
+import os
+from kvtransfer.startup import {assembled}
+from prefill_service.config import ROLE
+from wire.options import parse
+argv = ["--model", "random:tiny", "--device", "cpu", "--kv-memory", "1MiB", "--cache-dir", {str(model_cache)!r}]
+{assembled}(parse(ROLE, argv, {{}}), lambda line: None)
+threads = map(int, os.listdir("/proc/self/task"))
+print(*{{os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}})
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, start_new_session=True, check=True
+    )
+    assert child.stdout.split() == [str(min(19, os.getpriority(os.PRIO_PROCESS, 0) + further))]

@@ -27,10 +27,10 @@ ALONE = 2  # items that are not worth waking anybody
 WAITED = 0.5  # of its time, by a second thread that had no core: more, and all have something else to do
 ALONE_S = 0.25  # how long nobody is woken then
 NICE = 5  # how far these threads stand behind others: a quarter of a core where all cores compute
-AUTOGROUP = Path("/proc/self/autogroup")
-MOST_TRIES = 20
 _LIBC = ctypes.CDLL(None)
 _LAST = 19  # nobody stands further behind
+_AUTOGROUP = Path("/proc/self/autogroup")
+_TRIES = 20
 
 
 def behind() -> int:
@@ -45,27 +45,24 @@ def give_way(niceness: int) -> None:
 
 
 def stand_back() -> None:
-    """A worker gives way to a router and clients on the same cores: everything waits for those. It may not come
-    forward again. Does nothing to a process that does not lead its session, as each program of a deployment does:
-    that may be somebody's own.
+    """The whole process gives way, to a router and clients on the same cores: everything waits for those. It may not
+    come forward again. Threads and helpers that it makes from now on stand where their makers do, or behind.
 
-    Linux weighs the niceness of threads only among those of one session, where sessions have their own share
-    (sched(7), "the autogroup feature"): there the session has to stand back, elsewhere the threads.
+    Where sessions have their own share of the cores (sched(7), "the autogroup feature"), Linux weighs threads only
+    among those of their session. So a process that leads its session, as each program of a deployment does, has the
+    session stand back too; in somebody else's it leaves the others where they are.
     """
-    if os.getsid(0) != os.getpid():
-        return
     for thread in map(int, os.listdir("/proc/self/task")):
         with contextlib.suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, thread, min(_LAST, os.getpriority(os.PRIO_PROCESS, thread) + NICE))
-    for _ in range(MOST_TRIES):
-        try:
-            AUTOGROUP.write_text(str(NICE))
-        except BlockingIOError:  # one process of a machine may do so in a tenth of a second
-            time.sleep(random.uniform(0.05, 0.15))
-        except OSError:  # a kernel without it weighs all threads together
-            return
-        else:
-            return
+    if os.getsid(0) == os.getpid() and _AUTOGROUP.exists() and (standing := _AUTOGROUP.read_text()):
+        niceness = min(_LAST, int(standing.split()[-1]) + NICE)  # "/autogroup-42 nice 0"
+        for _ in range(_TRIES):
+            try:
+                _AUTOGROUP.write_text(str(niceness))
+                break
+            except BlockingIOError:  # the kernel lets one process of the machine do so in a tenth of a second
+                time.sleep(random.uniform(0.05, 0.15))
 
 
 class Hands:
