@@ -120,7 +120,7 @@ def load(door: str, target: Deployment, directory: Path, name: str, **options: f
         "refused": sum(bool(each["refused"]) for each in streams),
         "most_at_once": _most_at_once(streams),
         "tokens": tokens,
-        "tokens_per_s": _rate(streams),
+        "tokens_per_s": rate(streams),
         "chunks": sum(len(stream["news"]) for stream in streams),
         "router_us_per_token": used / max(1, tokens) * 1e6,
         "router_share_of_a_core": used / seconds,
@@ -134,11 +134,13 @@ def _cpu(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def _rate(streams: Sequence[dict[str, Any]]) -> float:
-    """Tokens a second while every stream was open, or of the whole part where they never all were."""
+def rate(streams: Sequence[dict[str, Any]]) -> float:
+    """Tokens a second while every stream was open, or of the whole part where that is less than a quarter of it: a
+    moment may lie between two tokens."""
     since, until = max(stream["began"] for stream in streams), min(stream["ended"] for stream in streams)
-    if since >= until:
-        since, until = min(stream["began"] for stream in streams), max(stream["ended"] for stream in streams)
+    first, last = min(stream["began"] for stream in streams), max(stream["ended"] for stream in streams)
+    if until - since < (last - first) / 4:
+        since, until = first, last
     return sum(words for stream in streams for at, words in stream["news"] if since <= at < until) / (until - since)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.router import rate
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -31,3 +33,10 @@ def test_a_short_run_at_both_doors_completes_every_stream_and_finds_who_left(tmp
         assert part["complete"] == part["streams"] == streams and part["tokens"] == 32 * streams
         assert part["chunks"] <= part["tokens"] and part["held_ms_p50"] > 0
         assert 0 < part["tokens_per_s"] < 64 * streams  # at 32 tokens a second of each
+
+
+def test_streams_that_overlap_for_a_moment_between_two_tokens_have_a_rate() -> None:
+    early = {"began": 0.0, "ended": 1.0, "news": [(0.5, 20), (0.9, 12)]}
+    late = {"began": 0.99, "ended": 2.0, "news": [(1.5, 20), (1.9, 12)]}
+    assert rate([early, late]) == 32.0
+    assert rate([early, {**early, "began": 0.4}]) == pytest.approx(64 / 0.6)
