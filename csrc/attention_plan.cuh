@@ -2,13 +2,13 @@
 //
 // The work is a line of units, row after row, head after head, 16 tokens after 16 tokens; a unit is SUB tokens of one
 // row and one "unit head" (a KV head with up to UNIT_HEADS of the query heads that share it; which one comes first
-// differs by row). Block c of the persistent grid takes units [c * share, (c + 1) * share), or, with a share of 0, as many
-// whole heads of rows as the others. The buffer, in int32:
+// differs by row). A row's unit head is an item. Block c of the persistent grid takes units [c * share, (c + 1) * share)
+// of the line or, with a share of 0, whole items, which are then listed block after block. The buffer, in int32:
 //
 //   header   units, share, filled rows, empty rows, 0 ...
 //   records  [grid][RECORD]: where the block begins, see Record
-//   rows     [rows][4]: row, length, first unit, units; filled rows from the front in order, empty ones from the back
-//   counters [rows][unit heads]: arrivals of split rows, 0 between launches
+//   items    [rows * unit heads + 1][4]: see Item; from the back the empty rows, of which each has one
+//   counters [rows * unit heads]: arrivals of split items, 0 between launches
 #pragma once
 
 #include "common.cuh"
@@ -49,18 +49,31 @@ constexpr int UNITS_PER_KV_HEAD = (GROUP + UNIT_HEADS - 1) / UNIT_HEADS;
 constexpr int HEADER = 32;
 constexpr int RECORD = 64;
 
+__host__ __device__ __forceinline__ int first_visible(int length) {
+    return WINDOW > 0 && length > WINDOW ? length - WINDOW : 0;
+}
+// The units of a row that have visible tokens are [first_unit, end_unit).
+__host__ __device__ __forceinline__ int first_unit(int length) { return first_visible(length) / SUB; }
+__host__ __device__ __forceinline__ int end_unit(int length) { return (length + SUB - 1) / SUB; }
+
+// The first query head of a unit head.
+__host__ __device__ __forceinline__ int first_head(int unit_head) {
+    return unit_head / UNITS_PER_KV_HEAD * GROUP + unit_head % UNITS_PER_KV_HEAD * UNIT_HEADS;
+}
+
+struct __align__(16) Item {
+    int row, head, length, unused;  // `head` is a unit head
+};
+
 struct Record {
-    int slot, turn, sub, count;  // place in `rows`, heads of the row that came before, its next unit, units to do
-    int4 row, next;              // the row, and the one after it
-    int ids[RECORD - 12];        // block ids of the first STAGES * WARPS units
+    int item, sub, count, unused;  // the block's first item, its next unit, units to do
+    Item first, next;              // that item, and the one after it
+    int ids[RECORD - 12];          // block ids of the first STAGES * WARPS units
 };
 static_assert(STAGES * WARPS <= RECORD - 12, "a record holds the ids of the first steps");
 static_assert(BLOCK_SIZE % SUB == 0 && (BLOCK_SIZE & (BLOCK_SIZE - 1)) == 0, "block sizes are 16, 32, 64 or 128");
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256, "head dims are multiples of 32 up to 256");
 
-__host__ __device__ __forceinline__ int first_visible(int length) {
-    return WINDOW > 0 && length > WINDOW ? length - WINDOW : 0;
-}
 
 // Weights of the products behind the attention, which it brings into the L2 meanwhile: their latency, not their bytes,
 // is what a small model waits for.

@@ -2,7 +2,7 @@
 //
 // A persistent grid takes equal shares of the step's work (attention_plan.cuh). Every warp streams its part of a
 // block's share, 16 tokens at a time, through its own ring of shared memory and does not wait for the others: at the
-// end of a row and unit head it leaves its sums in a buffer and goes on, and one of them, in turn, adds up all.
+// end of an item it leaves its sums in a buffer and goes on, and one of them, in turn, adds up all.
 // Products run with K as the tall operand, so that the query heads of one KV head are the 8 columns. What is not a
 // whole row goes to `partials`, and whichever block finishes last merges them, always in order: the result does not
 // depend on who that was.
@@ -44,35 +44,25 @@ constexpr int EVICT_FIRST_UNITS = (384 << 20) / (2 * SUB * ROW_BYTES);
 // Chunks of 16 bytes trade places within a row, so that 8 rows of one chunk lie in 8 different groups of banks.
 __device__ __forceinline__ int swizzle(int row) { return CHUNKS % 8 == 0 ? row & 7 : (row >> 1) & 3; }
 
-// A place in the line of units. Rows start with different heads, so that blocks that walk through equal rows side by
-// side do not all read the same few kilobytes of every cache block at the same time.
-struct Cursor {
-    int slot, turn, sub;  // see Record
-    int shift;            // the row's first head
-    int left;             // units from here on
-    int4 row;             // row, length, first unit, units
+__device__ __forceinline__ Item load_now(const Item* p) {
+    const int4 item = load_now(reinterpret_cast<const int4*>(p));
+    return {item.x, item.y, item.z, item.w};
+}
 
-    __device__ __forceinline__ void start(int4 at, int4 its_row, int unit_heads) {
-        slot = at.x, turn = at.y, sub = at.z, left = at.w;
-        row = its_row;
-        shift = slot % unit_heads;
-    }
-    // Skips units; `next` tells the row at a place in `rows`.
-    template <typename Next>
-    __device__ __forceinline__ void advance(int units, int unit_heads, Next next) {
+// A place in a block's units.
+struct Cursor {
+    int number, sub, left;  // of its item, the item's next unit, units from there on
+    Item item;
+
+    // Skips units; `item_of` tells an item by its number.
+    template <typename Items>
+    __device__ __forceinline__ void advance(int units, Items item_of) {
         sub += units, left -= units;
-        while (left > 0 && sub >= row.z + row.w) {
-            sub -= row.z + row.w;
-            if (++turn == unit_heads) {
-                turn = 0, slot++;
-                if (++shift == unit_heads) shift = 0;
-                row = next(slot);
-            }
-            sub += row.z;
+        while (left > 0 && sub >= end_unit(item.length)) {
+            sub -= end_unit(item.length);
+            item = item_of(++number);
+            sub += first_unit(item.length);
         }
-    }
-    __device__ __forceinline__ int head(int unit_heads) const {
-        return turn + shift < unit_heads ? turn + shift : turn + shift - unit_heads;
     }
 };
 
@@ -218,7 +208,7 @@ __device__ __forceinline__ int arrive(int* counter) {
 }
 
 // `threads` threads merge all parts of a row and unit head, in order, with the loads of MERGE_BATCH parts in flight.
-constexpr int MERGE_BATCH = HEAD_DIM > 128 || COLUMNS > 1 ? 8 : 16;
+constexpr int MERGE_BATCH = HEAD_DIM > 128 || COLUMNS > 1 || WARPS > 8 ? 8 : 16;
 
 __device__ __forceinline__ void merge(elem* out, const float* partials, Split split, int heads, int thread,
                                       int threads) {
@@ -261,11 +251,6 @@ __device__ __forceinline__ void merge(elem* out, const float* partials, Split sp
         const float r = 1 / total;
         store4(out + e, sum.x * r, sum.y * r, sum.z * r, sum.w * r);
     }
-}
-
-// The first query head of a unit head.
-__device__ __forceinline__ int first_head(int unit_head) {
-    return unit_head / UNITS_PER_KV_HEAD * GROUP + unit_head % UNITS_PER_KV_HEAD * UNIT_HEADS;
 }
 
 // A warp's sums of one row and unit head go to the block's buffer.
@@ -343,89 +328,87 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, CTAS)
     if (!planned) wait_for_inputs();
     const Record* records = reinterpret_cast<const Record*>(plan + HEADER);
     const Record* record = records + block;
-    const int4* row_of = reinterpret_cast<const int4*>(records + gridDim.x);
-    int* counters = const_cast<int*>(reinterpret_cast<const int*>(row_of + rows));
+    const Item* items = reinterpret_cast<const Item*>(records + gridDim.x);
+    int* counters = const_cast<int*>(reinterpret_cast<const int*>(items + rows * unit_heads + 1));
     // Everything that the first copies need is asked for at once and lies together.
     const int4 start = load_now(reinterpret_cast<const int4*>(record));
-    const int4 its_row = load_now(&record->row);
-    int4 next_row = load_now(&record->next);
+    const Item its_item = load_now(&record->first);
+    Item next_item = load_now(&record->next);
     const int4 header = load_now(reinterpret_cast<const int4*>(plan));
     const int ahead = record->ids[min(lane, STAGES - 1) * WARPS + warp];
-    const int share = header.y, filled = header.z, empty = header.w;
+    const int share = header.y, empty = header.w;
     const uint64_t first = evict_first(), unchanged = evict_unchanged();
     const uint64_t policy = header.x < EVICT_FIRST_UNITS ? first : unchanged;
-    const int count = start.w;
+    const int count = start.z;
 
     // Warp w takes the block's units w, w + WARPS, ... whatever rows and heads they are of; copies run FLIGHT ahead.
-    Cursor loads;
-    loads.start(start, its_row, unit_heads);
-    const auto next_of = [&](int slot) {
-        const int4 row = next_row;
-        next_row = row_of[min(slot + 1, filled - 1)];
-        return row;
+    Cursor loads = {start.x, start.y, count, its_item};
+    const auto next_of = [&](int number) {
+        const Item item = next_item;
+        next_item = items[number + 1];
+        return item;
     };
-    loads.advance(warp, unit_heads, next_of);
-    int next_id = __shfl_sync(0xffffffffu, ahead, 0), loaded = 0, write_stage = 0, read_stage = 0;
-    // Only the unit with a row's newest token needs what the kernel before this one writes; `early`: it may still run.
-    const auto load = [&](bool early) {
+    loads.advance(warp, next_of);
+    int next_id = __shfl_sync(0xffffffffu, ahead, 0), write_stage = 0, read_stage = 0;
+    // Only the unit with a row's newest token needs what the kernel before this one writes; `early`: which of the loads
+    // before that it is, else 0.
+    const auto load = [&](int early) {
         if (loads.left > 0) {
             const int token = loads.sub * SUB;
-            const int row = loads.head(unit_heads) / UNITS_PER_KV_HEAD * BLOCK_SIZE + token % BLOCK_SIZE;
-            if (early && loads.row.y - token <= SUB) wait_for_inputs();
+            const int row = loads.item.head / UNITS_PER_KV_HEAD * BLOCK_SIZE + token % BLOCK_SIZE;
+            if (early > 0 && loads.item.length - token <= SUB) wait_for_inputs();
             load_tokens(ring + write_stage * STAGE_BYTES, cache + int64_t(next_id) * block_stride + row * HEAD_DIM,
-                        kv_heads * BLOCK_SIZE * HEAD_DIM, first_visible(loads.row.y) - token, loads.row.y - token,
-                        lane, policy);
-            const int turn = loads.turn, slot = loads.slot;
-            loads.advance(WARPS, unit_heads, next_of);
+                        kv_heads * BLOCK_SIZE * HEAD_DIM, first_visible(loads.item.length) - token,
+                        loads.item.length - token, lane, policy);
+            const int number = loads.number;
+            loads.advance(WARPS, next_of);
             // Queries that are met on the way are asked for now: by then they are near.
-            if (!early && (loads.turn != turn || loads.slot != slot) && loads.left > 0 &&
-                lane * 128 < UNIT_HEADS * ROW_BYTES)
-                prefetch(reinterpret_cast<const char*>(q + int64_t(loads.row.x) * q_stride +
-                                                       first_head(loads.head(unit_heads)) * HEAD_DIM) +
+            if (early == 0 && loads.number != number && lane * 128 < UNIT_HEADS * ROW_BYTES)
+                prefetch(reinterpret_cast<const char*>(q + int64_t(loads.item.row) * q_stride +
+                                                       first_head(loads.item.head) * HEAD_DIM) +
                          lane * 128);
-            if (++loaded < STAGES)
-                next_id = __shfl_sync(0xffffffffu, ahead, loaded);
+            if (early > 0 && early < STAGES)
+                next_id = __shfl_sync(0xffffffffu, ahead, early);
             else if (loads.left > 0)
-                next_id = tables[int64_t(loads.row.x) * table_stride + loads.sub * SUB / BLOCK_SIZE];
+                next_id = tables[int64_t(loads.item.row) * table_stride + loads.sub * SUB / BLOCK_SIZE];
         }
         commit_copies();
         write_stage = write_stage == STAGES - 1 ? 0 : write_stage + 1;
     };
 #pragma unroll 1
-    for (int i = 1; i <= FIRST; i++) load(true);
+    for (int i = 1; i <= FIRST; i++) load(i);
     int spare = FIRST - FLIGHT;  // stages to be used before the first is filled again
     wait_for_inputs();
     if (LETS_EARLY) let_next_start();
 
     if (count > 0) {
-        Cursor at;  // the row and unit head that the warp is in, from the block's first unit of it
-        at.start(start, its_row, unit_heads);
+        Cursor at = {start.x, start.y, count, its_item};  // the item that the warp is in, from the block's first unit of it
         Query query;
         Sums sums;
 #pragma unroll 1
-        for (int left = 0;; left++) {  // rows and heads that the warp is done with
-            const int head = at.head(unit_heads);
-            const int units = min(at.row.z + at.row.w - at.sub, at.left);
+        for (int left = 0;; left++) {  // items that the warp is done with
+            const int head = at.item.head;
+            const int units = min(end_unit(at.item.length) - at.sub, at.left);
             int unit = (warp - (count - at.left)) & (WARPS - 1);
             if (unit < units)
-                query.load(q + int64_t(at.row.x) * q_stride + first_head(head) * HEAD_DIM, head % UNITS_PER_KV_HEAD,
+                query.load(q + int64_t(at.item.row) * q_stride + first_head(head) * HEAD_DIM, head % UNITS_PER_KV_HEAD,
                            lane);
             sums.clear();
 #pragma unroll 1
             for (; unit < units; unit += WARPS) {
                 wait_copies<FLIGHT - 1>();
                 __syncwarp();
-                if (FIRST == FLIGHT || --spare < 0) load(false);
+                if (FIRST == FLIGHT || --spare < 0) load(0);
                 const int token = (at.sub + unit) * SUB;
-                attend(sums, query, ring + read_stage * STAGE_BYTES, first_visible(at.row.y) - token, at.row.y - token,
-                       scale, softcap, lane);
+                attend(sums, query, ring + read_stage * STAGE_BYTES, first_visible(at.item.length) - token,
+                       at.item.length - token, scale, softcap, lane);
                 read_stage = read_stage == STAGES - 1 ? 0 : read_stage + 1;
             }
 
             Split split = {block, block};
             if (share > 0) {
-                const int first_unit = block * share + count - at.left - (at.sub - at.row.z);  // of the row and unit head
-                split = {first_unit / share, (first_unit + at.row.w - 1) / share};
+                const int first = first_unit(at.item.length), begin = block * share + count - at.left - (at.sub - first);
+                split = {begin / share, (begin + end_unit(at.item.length) - first - 1) / share};
             }
             const bool whole = split.first == split.last, ends = units == at.left;
             const int use = left / BUFFERS;
@@ -438,7 +421,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, CTAS)
                 const int helper = ends ? thread : lane,
                           helpers = ends ? WARPS * WARP : WARP;  // all are free at the end
                 const int heads = min(UNIT_HEADS, GROUP - head % UNITS_PER_KV_HEAD * UNIT_HEADS);
-                elem* result = out + (int64_t(at.row.x) * kv_heads * GROUP + first_head(head)) * HEAD_DIM;
+                elem* result = out + (int64_t(at.item.row) * kv_heads * GROUP + first_head(head)) * HEAD_DIM;
                 add_up(buffer, whole, result, partials + int64_t(split.slot(block)) * PARTIAL, heads, helper, helpers);
                 if (ends)
                     __syncthreads();
@@ -448,7 +431,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, CTAS)
                 if (!whole) {
                     int merges = 0;
                     if (helper == 0) {
-                        int* counter = counters + at.slot * unit_heads + at.turn;
+                        int* counter = counters + at.number;
                         merges = arrive(counter) == split.last - split.first;
                         if (merges) *counter = 0;  // for the next layer
                         if (ends) is_last = merges;
@@ -459,14 +442,14 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, CTAS)
                 }
             }
             if (ends) break;
-            at.advance(units, unit_heads, [&](int slot) { return row_of[slot]; });
+            at.advance(units, [&](int number) { return items[number]; });
         }
     }
     fetch_ahead(behind, block, gridDim.x);
     let_next_start();
     const int row_chunks = kv_heads * GROUP * CHUNKS;
     for (int e = block; e < empty; e += gridDim.x) {
-        elem* to = out + int64_t(row_of[rows - 1 - e].x) * row_chunks * 8;
+        elem* to = out + int64_t(items[rows * unit_heads - 1 - e].row) * row_chunks * 8;
 #pragma unroll 1
         for (int i = thread; i < row_chunks; i += WARPS * WARP)
             reinterpret_cast<uint4*>(to)[i] = make_uint4(0, 0, 0, 0);

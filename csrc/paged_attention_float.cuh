@@ -15,23 +15,24 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 4)
     __shared__ float tops[WARPS], totals[WARPS], sums[WARPS][HEAD_DIM];
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP, heads = kv_heads * GROUP;
     wait_for_inputs();
-    const int4* row_of = reinterpret_cast<const int4*>(plan + HEADER + gridDim.x * RECORD);
-    const int filled = plan[2];
-    for (int work = blockIdx.x; work < rows * heads; work += gridDim.x) {
-        const int slot = work / heads, head = work % heads;
-        const int4 at = row_of[slot];
-        float* result = out + (int64_t(at.x) * heads + head) * HEAD_DIM;
-        if (slot >= filled) {
-            for (int d = thread; d < HEAD_DIM; d += WARPS * WARP) result[d] = 0;
-            continue;
-        }
+    const Item* items = reinterpret_cast<const Item*>(plan + HEADER + gridDim.x * RECORD);
+    const int unit_heads = kv_heads * UNITS_PER_KV_HEAD, filled = plan[2], empty = plan[3];
+    for (int i = blockIdx.x; i < empty; i += gridDim.x) {
+        float* result = out + int64_t(items[rows * unit_heads - 1 - i].row) * heads * HEAD_DIM;
+        for (int d = thread; d < heads * HEAD_DIM; d += WARPS * WARP) result[d] = 0;
+    }
+    for (int work = blockIdx.x; work < filled * unit_heads * UNIT_HEADS; work += gridDim.x) {
+        const Item at = items[work / UNIT_HEADS];
+        const int head = first_head(at.head) + work % UNIT_HEADS;
+        if (head / GROUP != at.head / UNITS_PER_KV_HEAD) continue;  // a group's last unit head may have fewer
+        float* result = out + (int64_t(at.row) * heads + head) * HEAD_DIM;
         float query[LANE_DIMS], sum[LANE_DIMS] = {};
 #pragma unroll
-        for (int d = 0; d < LANE_DIMS; d++) query[d] = q[int64_t(at.x) * q_stride + head * HEAD_DIM + d * WARP + lane];
+        for (int d = 0; d < LANE_DIMS; d++) query[d] = q[int64_t(at.row) * q_stride + head * HEAD_DIM + d * WARP + lane];
         float top = -INFINITY, total = 0;
 #pragma unroll 1
-        for (int token = first_visible(at.y) + warp; token < at.y; token += WARPS) {
-            const int64_t id = tables[int64_t(at.x) * table_stride + token / BLOCK_SIZE];
+        for (int token = first_visible(at.length) + warp; token < at.length; token += WARPS) {
+            const int64_t id = tables[int64_t(at.row) * table_stride + token / BLOCK_SIZE];
             const float* key = cache + id * block_stride + (head / GROUP * BLOCK_SIZE + token % BLOCK_SIZE) * HEAD_DIM;
             const float* value = key + kv_heads * BLOCK_SIZE * HEAD_DIM;
             float logit = 0;

@@ -11,7 +11,7 @@
 constexpr int THREADS = 1024;
 constexpr int SHORTEST_SHARE = 2 * WARPS;  // of a longer row: less and merging costs more than it brings
 constexpr int LONG_SHARE = 1600;           // so long that merges cost nothing beside it
-constexpr int IDS = STAGES * WARPS, AT_ONCE = IDS <= 40 ? IDS : IDS / 2;  // block ids; registers hold no more at once
+constexpr int IDS = STAGES * WARPS, AT_ONCE = IDS <= 32 ? IDS : IDS / 2;  // block ids; registers hold no more at once
 static_assert(IDS % AT_ONCE == 0, "all batches of ids are whole");
 
 struct Pair {
@@ -59,13 +59,27 @@ __device__ int share_of(int units, int grid, int shortest, int longest) {
     return even;
 }
 
-// Rows' heads per block, so that no row is split and nothing is merged: where no block has more by it than a merge is
-// worth. Else 0.
-__device__ int whole_heads(int units, int heads, int grid, int longest) {
-    const int even = (units + grid - 1) / grid, each = (heads + grid - 1) / grid;
-    const int merge = each == 1 ? MERGE * 3 / 2 : MERGE;  // fewer blocks leave each more of the memory
-    return even <= LONG_SHARE && each * longest <= max(most_of(even), even + merge) ? each : 0;
+// What a block may have beyond an even share for it that no item is split and nothing merged.
+__device__ int worth_of_merges(int even, int items, int grid) {
+    if (MERGE == 0) return most_of(even) - even;
+    return items <= grid ? MERGE * 3 / 2 : MERGE;  // fewer blocks leave each more of the memory
 }
+
+// Whole items, those of the longest rows first, are dealt out to some of the blocks, back and forth: block c gets c,
+// 2 * blocks - 1 - c, 2 * blocks + c, ... so that all have about as much (compare Graham 1969: longest first).
+struct Deal {
+    int items, blocks;
+
+    // The block's item after `turn` others; not below `items`: none.
+    __device__ __forceinline__ int item(int block, int turn) const {
+        return block < blocks ? turn * blocks + (turn % 2 ? blocks - 1 - block : block) : items;
+    }
+    // Where the block's items begin when all are listed block after block.
+    __device__ __forceinline__ int place(int block) const {
+        const int turns = items / blocks, rest = items % blocks;
+        return block * turns + (turns % 2 ? max(block - (blocks - rest), 0) : min(block, rest));
+    }
+};
 
 // The filled row in which a unit lies.
 __device__ __forceinline__ int slot_of(int unit, const int* before, int filled, int unit_heads) {
@@ -81,26 +95,25 @@ __device__ __forceinline__ int slot_of(int unit, const int* before, int filled, 
     return low;
 }
 
-// Fills in a block's record.
-__device__ __forceinline__ void write(Record* record, int start, int count, const int* before, const int4* rows,
-                                      int filled, int unit_heads, const int* tables, int table_stride) {
+// Fills in a block's record; `item_of` tells its items by turn.
+template <typename Items>
+__device__ __forceinline__ void write(Record* record, int first_item, int sub, int count, Items item_of,
+                                      const int* tables, int table_stride) {
     record->count = count;
     if (count == 0) return;
-    int slot = slot_of(start, before, filled, unit_heads);
-    int4 row = rows[slot];
-    const int rest = start - before[slot] * unit_heads;
-    int turn = rest / row.w, sub = row.z + rest % row.w;
-    record->slot = slot, record->turn = turn, record->sub = sub;
-    record->row = row, record->next = rows[min(slot + 1, filled - 1)];
+    Item item = item_of(0);
+    record->item = first_item, record->sub = sub;
+    record->first = item, record->next = item_of(1);
+    int turn = 0;
 #pragma unroll 1
     for (int first = 0; first < IDS; first += AT_ONCE) {
         int ids[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            ids[i] = first + i < count ? tables[int64_t(row.x) * table_stride + sub * SUB / BLOCK_SIZE] : 0;
-            if (++sub < row.z + row.w) continue;
-            if (++turn == unit_heads) turn = 0, row = rows[min(++slot, filled - 1)];
-            sub = row.z;
+            ids[i] = first + i < count ? tables[int64_t(item.row) * table_stride + sub * SUB / BLOCK_SIZE] : 0;
+            if (++sub < end_unit(item.length)) continue;
+            item = item_of(++turn);
+            sub = first_unit(item.length);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) record->ids[first + i] = ids[i];
@@ -112,56 +125,104 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                    const int* __restrict__ tables,   // [rows, table_stride] block ids
                    int* __restrict__ plan,           // see attention_plan.cuh
                    int rows, int table_stride, int kv_heads, int grid) {
-    extern __shared__ int4 filled_rows[];                     // [rows], as in the plan
-    int* before = reinterpret_cast<int*>(filled_rows + rows);  // [rows]: units, of one head, of the filled rows before each
+    extern __shared__ int2 filled_rows[];                      // [rows]: row, length; in their order
+    int2* by_slot = filled_rows + rows;                        // [rows]: the same as they are listed
+    int* before = reinterpret_cast<int*>(by_slot + rows);      // [rows]: units, of one head, of the filled rows before each
     __shared__ Pair scratch[THREADS / WARP];
-    __shared__ int shortest, longest, share, heads_each;
+    __shared__ int shortest, longest, fullest[2];
     const int thread = threadIdx.x, unit_heads = kv_heads * UNITS_PER_KV_HEAD;
     Record* records = reinterpret_cast<Record*>(plan + HEADER);
-    int4* row_of = reinterpret_cast<int4*>(records + grid);
-    int* counters = reinterpret_cast<int*>(row_of + rows);
+    Item* listed = reinterpret_cast<Item*>(records + grid);
+    int* counters = reinterpret_cast<int*>(listed + rows * unit_heads + 1);
     wait_for_inputs();
     let_next_start();
-    if (thread == 0) shortest = INT_MAX, longest = 0;
+    if (thread == 0) shortest = INT_MAX, longest = fullest[0] = fullest[1] = 0;
     __syncthreads();
 
     Pair sum = {0, 0};
     for (int base = 0; base < rows; base += THREADS) {
         const int row = base + thread;
         const int length = row < rows ? max(lengths[row], 0) : 0;
-        const int first = first_visible(length) / SUB;
-        const int units = (length + SUB - 1) / SUB - first;
+        const int units = end_unit(length) - first_unit(length);
         Pair total;
-        Pair mine = exclusive({length > 0 ? units : 0, length > 0}, scratch, total);
+        Pair mine = exclusive({units, length > 0}, scratch, total);
         mine.units += sum.units, mine.filled += sum.filled;
         const int least = __reduce_min_sync(0xffffffffu, length > 0 ? units : INT_MAX),
-                  most = __reduce_max_sync(0xffffffffu, length > 0 ? units : 0);
+                  most = __reduce_max_sync(0xffffffffu, units);
         if (thread % WARP == 0 && most > 0) atomicMin(&shortest, least), atomicMax(&longest, most);
         if (length > 0) {
             before[mine.filled] = mine.units;
-            filled_rows[mine.filled] = row_of[mine.filled] = make_int4(row, length, first, units);
+            filled_rows[mine.filled] = make_int2(row, length);
         } else if (row < rows) {
-            row_of[rows - 1 - (row - mine.filled)] = make_int4(row, 0, 0, 0);
+            listed[rows * unit_heads - 1 - (row - mine.filled)].row = row;
         }
         sum.units += total.units, sum.filled += total.filled;
     }
     __syncthreads();
-    const int units = sum.units * unit_heads;
-    if (thread == 0) {
-        heads_each = whole_heads(units, sum.filled * unit_heads, grid, longest);
-        share = heads_each > 0 ? 0 : share_of(units, grid, shortest, longest);
-        *reinterpret_cast<int4*>(plan) = make_int4(units, share, sum.filled, rows - sum.filled);
+    const int units = sum.units * unit_heads, filled = sum.filled, even = (units + grid - 1) / grid;
+    const int items = filled * unit_heads, turns = max((items + grid - 1) / grid, 1);
+    // The fewest blocks that can have as much as if all had some, where a merge is a matter of latency: multiprocessors
+    // that stay free are then worth up to 10% of a step (135M on an H200).
+    const Deal fewest = {items, MERGE > 0 ? (items + turns - 1) / turns : grid}, all = {items, grid};
+    const bool sorted = filled <= THREADS && even <= LONG_SHARE;
+    const auto units_of = [](int2 row) { return end_unit(row.y) - first_unit(row.y); };
+    if (thread < filled && sorted) {
+        int slot = thread;
+        if (shortest < longest) {
+            const int mine = units_of(filled_rows[thread]);
+            slot = 0;
+#pragma unroll 8
+            for (int i = 0; i < filled; i++) slot += units_of(filled_rows[i]) + (i < thread) > mine;
+        }
+        by_slot[slot] = filled_rows[thread];
     }
+    __syncthreads();
+    const auto item_at = [&](int number) {
+        const int slot = number / unit_heads;
+        const int2 row = by_slot[slot];
+        return Item{row.x, (number + slot) % unit_heads, row.y, 0};
+    };
+    const auto dealt_to = [&](const Deal& deal, int block) {
+        int found = 0;
+        for (int turn = 0, number; (number = deal.item(block, turn)) < items; turn++)
+            found += units_of(by_slot[number / unit_heads]);
+        return found;
+    };
+    if (sorted)
+        for (int block = thread; block < grid; block += THREADS)
+            atomicMax(fullest, dealt_to(fewest, block)), atomicMax(fullest + 1, dealt_to(all, block));
+    __syncthreads();
+    const Deal deal = fullest[0] <= fullest[1] + WARPS ? fewest : all;
+    const int most = fullest[0] <= fullest[1] + WARPS ? fullest[0] : fullest[1];
+    const bool dealt = sorted && most <= even + worth_of_merges(even, items, grid);
+    const int share = dealt ? 0 : share_of(units, grid, shortest, longest);
+    if (thread == 0) *reinterpret_cast<int4*>(plan) = make_int4(units, share, filled, rows - filled);
+    if (!dealt)
+        for (int i = thread; i < filled; i += THREADS) by_slot[i] = filled_rows[i];
     for (int i = thread; i < rows * unit_heads; i += THREADS) counters[i] = 0;
     __syncthreads();
+    for (int i = thread; i < items; i += THREADS) {
+        const int turn = i / deal.blocks, at = i % deal.blocks, block = turn % 2 ? deal.blocks - 1 - at : at;
+        listed[dealt ? deal.place(block) + turn : i] = item_at(i);
+    }
     for (int block = thread; block < grid; block += THREADS) {
-        const auto first_of = [&](int of) {  // unit of a block
-            if (heads_each == 0) return min(of * share, units);
-            const int slot = of * heads_each / unit_heads, turn = of * heads_each % unit_heads;
-            return slot < sum.filled ? before[slot] * unit_heads + turn * filled_rows[slot].w : units;
+        int first_item = 0, sub = 0, count = 0;
+        if (dealt) {
+            count = dealt_to(deal, block);
+            if (count > 0) {
+                first_item = deal.place(block);
+                sub = first_unit(item_at(block).length);
+            }
+        } else if (const int start = block * share; start < units) {
+            const int slot = slot_of(start, before, filled, unit_heads), each = units_of(filled_rows[slot]);
+            const int rest = start - before[slot] * unit_heads;
+            first_item = slot * unit_heads + rest / each;
+            sub = first_unit(filled_rows[slot].y) + rest % each;
+            count = min(share, units - start);
+        }
+        const auto item_of = [&](int turn) {
+            return item_at(min(dealt ? deal.item(block, turn) : first_item + turn, items - 1));
         };
-        const int start = first_of(block);
-        write(records + block, start, first_of(block + 1) - start, before, filled_rows, sum.filled, unit_heads, tables,
-              table_stride);
+        write(records + block, first_item, sub, count, item_of, tables, table_stride);
     }
 }

@@ -26,9 +26,11 @@ def test_every_shape_fits_the_large_cards(head_dim: int, group: int, card: tuple
 def test_a_card_gets_the_kernels_that_fit_it() -> None:
     shape = AttentionShape("bfloat16", 64, 3, 16)
     h200, a100, small = ([least for least, _ in geometries(shape, shared)] for shared, _ in CARDS)
-    assert h200 == [1, 65, 112]
+    assert h200 == [1, 9, 65]
     assert a100 == [1], "its shared memory has no room for the longer rings"
     assert small == [1]
+    full_group = geometries(AttentionShape("bfloat16", 64, 8, 16), CARDS[0][0])
+    assert [least for least, _ in full_group] == h200, "the sums of 8 query heads fit beside shorter rings"
     assert geometry(shape, CARDS[2][0]).shared_bytes <= CARDS[2][1]
 
 

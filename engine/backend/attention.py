@@ -85,14 +85,12 @@ class Geometry:
 # inputs was read while the memory would idle, and a merge takes up to a third of its time. The cuts are arguments of
 # `fitted`; measured on an H200 in a 135M step. What leaves room for the products of others:
 _SHARING = (8, 3, 2, 1, 2, False, 20)
-# And what a batch has that is alone, from which number of rows on. With 1,024 tokens a row a step takes 6% less for it
-# if there is one row, 10% at 8 to 32, 3% at 64, 6% at 128; with lengths at random up to 2,100 as much as before, but 6%
-# more at 128. To let the kernel behind start early costs up to 8% below 65 rows.
-_ALONE = (
-    (1, (8, 5, 1, 1, 2, False, 52)),
-    (65, (8, 6, 1, 1, 2, True, 52)),
-    (112, (16, 3, 1, 1, 1, True, 52)),
-)
+# And what a batch has that is alone: by the least number of rows, whether the kernel behind may start early. It may not
+# where that one's blocks would crowd on the multiprocessors that attention leaves free: up to 7% slower then, and as
+# much faster below 9 rows.
+_ALONE = ((16, 3, 1, 1, 1), (8, 6, 1, 1, 2))  # the second where the sums of 8 query heads leave no room for the first
+_ALONE_MERGE = 99
+_ALONE_LETS_EARLY = ((1, True), (9, False), (65, True))
 
 
 def fitted(
@@ -107,12 +105,11 @@ def fitted(
 
 def geometries(shape: AttentionShape, shared_per_multiprocessor: int) -> list[tuple[int, Geometry]]:
     """For a batch that has the card to itself: each with the least number of rows that it is for, from 1 on."""
-    found = [(1, geometry(shape, shared_per_multiprocessor))]
-    for least, cut in _ALONE if _narrow(shape) else ():
-        one = fitted(shape, *cut)
-        if one.shared_bytes <= shared_per_multiprocessor - _RESERVED:
-            found = [each for each in found if each[0] < least] + [(least, one)]
-    return found
+    for cut in _ALONE if _narrow(shape) else ():
+        found = [(least, fitted(shape, *cut, early, _ALONE_MERGE)) for least, early in _ALONE_LETS_EARLY]
+        if found[0][1].shared_bytes <= shared_per_multiprocessor - _RESERVED:
+            return found
+    return [(1, geometry(shape, shared_per_multiprocessor))]
 
 
 def _narrow(shape: AttentionShape) -> bool:
@@ -174,7 +171,8 @@ def plan_shared(rows: int) -> int:
 
 def plan_words(shape: AttentionShape, kv_heads: int, grid: int, max_rows: int) -> int:
     """int32 values of a plan, as in attention_plan.cuh."""
-    return _HEADER + grid * _RECORD + max_rows * (4 + kv_heads * shape.units_per_kv_head)
+    items = max_rows * kv_heads * shape.units_per_kv_head
+    return _HEADER + grid * _RECORD + 4 * (items + 1) + items
 
 
 class PagedAttention:

@@ -43,11 +43,15 @@ SHAPES = [
     AttentionShape("bfloat16", 128, 4, 16, window=1000),
     AttentionShape("bfloat16", 256, 2, 16, window=64, softcap=50.0),
     AttentionShape("float32", 64, 3, 16),
+    AttentionShape("float32", 64, 19, 16),
     AttentionShape("float32", 128, 4, 32, window=100, softcap=30.0),
 ]
 
 
-NARROW = AttentionShape("bfloat16", 64, 3, 16)  # which has a kernel for small batches and others for large ones
+NARROW = AttentionShape("bfloat16", 64, 3, 16)  # which has kernels by the number of rows
+KERNELS = [
+    (shape, one) for shape in (NARROW, AttentionShape("bfloat16", 64, 8, 16)) for _, one in geometries(shape, 228 << 10)
+]
 
 
 @dataclass
@@ -254,10 +258,10 @@ def test_a_small_batch_is_split_only_where_that_is_worth_a_merge(
     assert merges(launcher) == split
 
 
-@pytest.mark.parametrize("chosen", [one for _, one in geometries(NARROW, 228 << 10)], ids=str)
+@pytest.mark.parametrize(("shape", "chosen"), KERNELS, ids=str)
 @pytest.mark.parametrize("lengths", [UGLY, [1024 - n % 24 for n in range(128)], [300] * 9, [5] * 200], ids=len)
 def test_the_kernels_of_small_and_of_large_batches_agree_with_float64(
-    lengths: list[int], chosen: Geometry, stream: Any, seed: int
+    lengths: list[int], shape: AttentionShape, chosen: Geometry, stream: Any, seed: int
 ) -> None:
     """Also where a warp has less to read than its ring holds."""
     import pycuda.driver as cuda
@@ -266,13 +270,46 @@ def test_the_kernels_of_small_and_of_large_batches_agree_with_float64(
     most = device.get_attribute(cuda.device_attribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
     if chosen.shared_bytes > most - 1024:
         pytest.skip(f"a block of this card has {most} bytes of shared memory")
-    launcher = Launcher(NARROW, 3, len(lengths), stream, chosen)
-    world = build(NARROW, 3, random.sample(lengths, len(lengths)))
+    launcher = Launcher(shape, 3, len(lengths), stream, chosen)
+    world = build(shape, 3, random.sample(lengths, len(lengths)))
     launcher.plan(world)
     for _ in range(2):
         out = launcher.output(world)
         launcher.run(world, out, 0.1)
-        check(NARROW, world, out, 3, 0.1)
+        check(shape, world, out, 3, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "blocks"),
+    [
+        (random.Random(5).sample(range(1, 2101), 64), None),
+        ([1024 - n % 5 for n in range(44)], 132),
+        ([500] * 48, 72),
+        ([1024] * 128, 128),
+    ],
+    ids=["mixed", "one item each", "two each", "three each"],
+)
+def test_mixed_lengths_are_dealt_evenly_and_equal_ones_to_no_more_blocks_than_they_need(
+    lengths: list[int], blocks: int | None, stream: Any, seed: int
+) -> None:
+    import pycuda.driver as cuda
+
+    shape, kv_heads = NARROW, 3
+    _, chosen = geometries(shape, 228 << 10)[-1]
+    launcher = Launcher(shape, kv_heads, len(lengths), stream, chosen)
+    if launcher.attention.grid != 132:
+        pytest.skip("the numbers of blocks are those of 132 multiprocessors")
+    launcher.plan(build(shape, kv_heads, lengths))
+    torch.cuda.synchronize()
+    plan = np.empty(launcher.attention.plan_words, dtype=np.int32)
+    cuda.memcpy_dtoh(plan, launcher.attention.plan_memory)
+    counts = plan[32 : 32 + 132 * 64].reshape(132, 64)[:, 2]
+    units = kv_heads * sum(-(-n // 16) for n in lengths)
+    assert plan[1] == 0, "no row is split"
+    assert counts.sum() == units
+    assert counts.max() <= -(-units // 132) + chosen.merge
+    if blocks is not None:
+        assert np.count_nonzero(counts) == blocks
 
 
 def test_a_graph_serves_every_length_and_table(stream: Any, seed: int) -> None:
