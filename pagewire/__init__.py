@@ -54,9 +54,9 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib import metadata
+        from wire.version import VERSION
 
-        return metadata.version("pagewire")
+        return VERSION
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'pagewire' has no attribute {name!r}")

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from importlib import metadata
 
 import grpc.aio
 
@@ -41,6 +40,7 @@ from router.workers import Role, Worker
 from wire.channel import write
 from wire.codec import logprob_to_pb, to_duration
 from wire.pairing import paths_to_pb
+from wire.version import VERSION
 
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
@@ -132,7 +132,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     ) -> gpb.GetServerInfoResponse:
         workers = self._front.workers
         return gpb.GetServerInfoResponse(
-            version=metadata.version("pagewire"),
+            version=VERSION,
             uptime=to_duration(time.monotonic() - self._started_at),
             prefill_workers=len(workers.eligible(Role.PREFILL)),
             decode_workers=len(workers.eligible(Role.DECODE)),

@@ -11,7 +11,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, disable_created_metrics
@@ -19,6 +18,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
+
+from wire.version import VERSION
 
 disable_created_metrics()  # a second series for each, which no dashboard asks for
 
@@ -112,7 +113,7 @@ class _Built:
         self._role = role
 
     def collect(self) -> Iterator[Metric]:
-        yield gauge("build_info", "Always 1.", {(self._role, metadata.version("pagewire")): 1}, "role", "version")
+        yield gauge("build_info", "Always 1.", {(self._role, VERSION): 1}, "role", "version")
 
 
 Values = Mapping[tuple[str, ...], float]  # by the values of the labels

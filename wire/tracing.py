@@ -14,10 +14,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from wire.logs import get_logger
+from wire.version import VERSION
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -135,7 +135,7 @@ def _provider(exporter: str, protocol: str, role: str, name: str) -> TracerProvi
     ours = {
         "service.name": f"pagewire-{role}",
         "service.instance.id": name,
-        "service.version": metadata.version("pagewire"),
+        "service.version": VERSION,
     }
     resource = Resource.create(ours).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -166,7 +166,7 @@ class Spans:
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
-        self._tracer = provider.get_tracer("pagewire", metadata.version("pagewire"))
+        self._tracer = provider.get_tracer("pagewire", VERSION)
         self._looked_at, self._difference = -math.inf, 0.0
 
     def begin(self, name: str, incoming: Incoming, attributes: Attributes) -> Span:

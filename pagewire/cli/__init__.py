@@ -301,9 +301,9 @@ def doctor(
 @app.command()
 def version() -> None:
     """Print the version."""
-    from importlib import metadata
+    from wire.version import VERSION
 
-    typer.echo(metadata.version("pagewire"))
+    typer.echo(VERSION)
 
 
 def _sources(context: typer.Context) -> dict[str, tuple[object, str]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -29,6 +28,7 @@ from router.status import RequestError
 from router.text.model import TextModel
 from router.validate import check_model, invalid
 from wire.tracing import Incoming
+from wire.version import VERSION
 
 JSON, EVENTS = "application/json", "text/event-stream"
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
@@ -37,7 +37,7 @@ UNREAD_STATUS = frozenset({400, 413})
 
 def build_app(front: Front, ready: Callable[[], bool], registry: CollectorRegistry, key: str | None) -> FastAPI:
     """`key` is what clients must show; None asks for nothing."""
-    app = FastAPI(title="Pagewire", version=metadata.version("pagewire"), docs_url=None, redoc_url=None)
+    app = FastAPI(title="Pagewire", version=VERSION, docs_url=None, redoc_url=None)
     app.add_middleware(Border, key=key)
     routes = Routes(front, ready, registry)
     app.add_exception_handler(RequestError, _refused)
@@ -156,7 +156,7 @@ class Routes:
         return Response()
 
     async def version(self) -> Response:
-        return _json({"version": metadata.version("pagewire")})
+        return _json({"version": VERSION})
 
     async def metrics(self) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import metadata
 from importlib.resources import files
 
 from fastapi import FastAPI
@@ -16,6 +15,7 @@ from router.front import Front
 from router.page.state import snapshot
 from router.status import RequestError
 from router.workers import Role
+from wire.version import VERSION
 
 ASSETS = {"/": ("index.html", "text/html"), "/page/style.css": ("style.css", "text/css"),
           "/page/app.js": ("app.js", "text/javascript")}  # fmt: skip
@@ -42,7 +42,7 @@ def add_page(
             model = front.model().names[0]
         except RequestError:  # it is being prepared
             model = ""
-        about = {"version": metadata.version("pagewire"), "ready": ready(), "model": model}
+        about = {"version": VERSION, "ready": ready(), "model": model}
         now = snapshot(dispatcher, absent(), time.monotonic())
         return JSONResponse(about | now, headers={"Cache-Control": "no-store"})
 
