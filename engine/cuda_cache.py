@@ -1,4 +1,4 @@
-"""The KV cache of a worker on CUDA: PyCUDA's allocation seen as a tensor, and its blocks as bytes for transports.
+"""The KV cache of a worker on CUDA: an allocation seen as a tensor, and its blocks as bytes for transports.
 
 Same shape as engine.kv_cache.KVCache. Bytes go over a stream of their own and are copies: reading and writing them wait
 for that copy alone, not for the step that runs. Digests are computed on the card, where the bytes are.
@@ -24,7 +24,7 @@ from engine.messages import KvLayout
 class CudaKVCache:
     """Not zeroed at first: decode attention and prompts read no position that was not written.
 
-    `memory` replaces the allocation of its own, which lives as long as the process.
+    `memory` replaces the allocation of its own, which lives as long as a tensor over it.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, gpu: Gpu, memory: Tensor | None = None) -> None:

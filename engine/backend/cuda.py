@@ -1,8 +1,8 @@
 """One CUDA card as the engine sees it: our streams and pool in the context that torch uses, and kernel launches.
 
-PyCUDA retains the primary context, which is torch's, and allocates the KV pool, so that its handle can be given to
-other processes. Streams, which torch adopts, and launches go through the driver's bindings, because only those know
-priorities and the attribute that lets a kernel start while the one before it still runs. Decides nothing.
+PyCUDA retains the primary context, which is torch's. Streams, which torch adopts, and launches go through the driver's
+bindings: only those know priorities, and the attribute that lets a kernel start while the one before it still runs. So
+does the KV pool, an allocation of its own, so that its handle can be given to other processes. Decides nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import copy
 import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,7 +53,6 @@ class Gpu:
         card = cuda.Device(torch.cuda.current_device())
         context = card.retain_primary_context()
         self._context = context
-        self._cuda = cuda
         self._driver = driver
         self._primary = self._check(driver.cuCtxGetCurrent())
         _, self._lowest, highest = driver.cuCtxGetStreamPriorityRange()
@@ -61,7 +61,6 @@ class Gpu:
         self._functions: dict[tuple[Kernel, str, int], Any] = {}
         self._limits: dict[tuple[Kernel, str], int] = {}
         self._loading = threading.Lock()  # those three are shared with each `beside`, which has a thread of its own
-        self._held: list[Any] = []
         self.name = card.name()
         self.arch = architecture(*card.compute_capability())
         self.clusters = card.compute_capability()[0] >= 9  # of blocks
@@ -101,17 +100,21 @@ class Gpu:
         return torch.cuda.stream(self.stream)
 
     def pool(self, size: int) -> Tensor:
-        """Bytes of an allocation of its own, not zeroed, which live as long as the process."""
-        self._context.push()
-        try:
-            memory = self._cuda.mem_alloc(size)
-        except self._cuda.MemoryError as error:
+        """Bytes of an allocation of its own, not zeroed. It ends with the last tensor over it, in whichever thread that
+        is: PyCUDA frees memory in the thread that asked for it alone. Raises CudaError."""
+        self._bind()
+        code, address = self._driver.cuMemAlloc(size)
+        if code == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             free, total = torch.cuda.mem_get_info()
-            raise CudaError(f"{size} bytes of GPU memory are needed and {free} of {total} are free") from error
-        finally:
-            self._context.pop()  # it is torch's current one anyway: nothing stays pushed
-        self._held.append(memory)
-        return torch.as_tensor(_Bytes(int(memory), size), device="cuda")
+            raise CudaError(f"{size} bytes of GPU memory are needed and {free} of {total} are free")
+        memory = _Bytes(int(self._check((code, address))), size)
+        weakref.finalize(memory, self._release, int(address)).atexit = False
+        return torch.as_tensor(memory, device="cuda")
+
+    def _release(self, address: int) -> None:
+        """Waits for what the card still does with it."""
+        self._bind()
+        self._check(self._driver.cuMemFree(address))
 
     def pinned(self, *shape: int) -> Tensor:
         """Zeroed int32 memory of the host that kernels may read and write."""

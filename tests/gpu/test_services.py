@@ -6,7 +6,6 @@ answer that two workers made has to be the one that `LLM` makes on the same card
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -41,7 +40,6 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    gc.collect()  # what earlier tests left on the card goes by the thread that made it, not by the engine's
     with LLM(MODEL, device="cuda", dtype="float32", max_model_len=2048, kv_cache_memory_bytes="512MiB") as running:
         yield running
 
