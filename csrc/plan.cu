@@ -161,9 +161,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     const int units = sum.units * unit_heads, filled = sum.filled, even = (units + grid - 1) / grid;
     const int items = filled * unit_heads, turns = max((items + grid - 1) / grid, 1);
-    // The fewest blocks that can have as much as if all had some, where a merge is a matter of latency: multiprocessors
-    // that stay free are then worth up to 10% of a step (135M on an H200).
-    const Deal fewest = {items, MERGE > 0 ? (items + turns - 1) / turns : grid}, all = {items, grid};
+    // The fewest blocks that can have as much as if all had some: multiprocessors that stay free are worth up to 10% of a
+    // step (135M on an H200).
+    const Deal fewest = {items, (items + turns - 1) / turns}, all = {items, grid};
     const bool sorted = filled <= THREADS && even <= LONG_SHARE;
     const auto units_of = [](int2 row) { return end_unit(row.y) - first_unit(row.y); };
     if (thread < filled && sorted) {
