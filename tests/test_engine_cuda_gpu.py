@@ -57,3 +57,43 @@ def test_a_kernel_that_two_threads_launch_first_has_the_room_of_either(
         found = gpu._function(less)
         assert driver.room[found] >= less.shared, "it would be refused"
     assert large.result() == found and driver.modules == 1 and driver.room[found] == more.shared
+
+
+class Memory:
+    """Of 100 bytes; frees only in a thread whose context is set."""
+
+    CUresult = SimpleNamespace(CUDA_SUCCESS=SimpleNamespace(name="CUDA_SUCCESS"), CUDA_ERROR_OUT_OF_MEMORY="too much")
+
+    def __init__(self) -> None:
+        self.current = threading.local()
+        self.held: set[int] = set()
+
+    def cuCtxSetCurrent(self, context: str) -> tuple[Any]:
+        self.current.context = context
+        return (self.CUresult.CUDA_SUCCESS,)
+
+    def cuMemAlloc(self, size: int) -> tuple[Any, int]:
+        if size > 100:
+            return self.CUresult.CUDA_ERROR_OUT_OF_MEMORY, 0
+        self.held.add(4096)
+        return self.CUresult.CUDA_SUCCESS, 4096
+
+    def cuMemFree(self, address: int) -> tuple[Any]:
+        assert self.current.context == "the card's"
+        self.held.remove(address)
+        return (self.CUresult.CUDA_SUCCESS,)
+
+
+def test_a_pool_is_freed_when_its_last_tensor_goes_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda.torch, "as_tensor", lambda memory, device: [memory])  # like a tensor, keeps it
+    monkeypatch.setattr(cuda.torch.cuda, "mem_get_info", lambda: (60, 100))
+    gpu: Any = object.__new__(cuda.Gpu)
+    gpu._driver, gpu._primary = driver, _ = Memory(), "the card's"
+    made = [gpu.pool(100)]
+    assert driver.held == {4096}
+    thread = threading.Thread(target=made.clear)
+    thread.start()
+    thread.join()
+    assert not driver.held
+    with pytest.raises(cuda.CudaError, match=r"^101 bytes of GPU memory are needed and 60 of 100 are free$"):
+        gpu.pool(101)
