@@ -7,7 +7,8 @@
 //
 //   header   units, share, filled rows, empty rows, 0 ...
 //   records  [grid][RECORD]: where the block begins, see Record
-//   items    [rows * unit heads + 1][4]: see Item; from the back the empty rows, of which each has one
+//   items    [rows * unit heads + 1][4]: see Item; before the last, which is looked at and never used, from the back
+//            one for each empty row
 //   counters [rows * unit heads]: arrivals of split items, 0 between launches
 #pragma once
 
@@ -73,7 +74,6 @@ struct Record {
 static_assert(STAGES * WARPS <= RECORD - 12, "a record holds the ids of the first steps");
 static_assert(BLOCK_SIZE % SUB == 0 && (BLOCK_SIZE & (BLOCK_SIZE - 1)) == 0, "block sizes are 16, 32, 64 or 128");
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256, "head dims are multiples of 32 up to 256");
-
 
 // Weights of the products behind the attention, which it brings into the L2 meanwhile: their latency, not their bytes,
 // is what a small model waits for.

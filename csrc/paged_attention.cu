@@ -382,7 +382,8 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, CTAS)
     if (LETS_EARLY) let_next_start();
 
     if (count > 0) {
-        Cursor at = {start.x, start.y, count, its_item};  // the item that the warp is in, from the block's first unit of it
+        // The item that the warp is in, from the block's first unit of it.
+        Cursor at = {start.x, start.y, count, its_item};
         Query query;
         Sums sums;
 #pragma unroll 1
@@ -407,7 +408,8 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, CTAS)
 
             Split split = {block, block};
             if (share > 0) {
-                const int first = first_unit(at.item.length), begin = block * share + count - at.left - (at.sub - first);
+                const int first = first_unit(at.item.length);
+                const int begin = block * share + count - at.left - (at.sub - first);
                 split = {begin / share, (begin + end_unit(at.item.length) - first - 1) / share};
             }
             const bool whole = split.first == split.last, ends = units == at.left;

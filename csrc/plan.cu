@@ -177,6 +177,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         by_slot[slot] = filled_rows[thread];
     }
     __syncthreads();
+    // Rows start with different heads, so that blocks that walk through equal rows side by side do not all read the same
+    // few kilobytes of every cache block at the same time.
     const auto item_at = [&](int number) {
         const int slot = number / unit_heads;
         const int2 row = by_slot[slot];
@@ -192,9 +194,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int block = thread; block < grid; block += THREADS)
             atomicMax(fullest, dealt_to(fewest, block)), atomicMax(fullest + 1, dealt_to(all, block));
     __syncthreads();
-    const Deal deal = fullest[0] <= fullest[1] + WARPS ? fewest : all;
-    const int most = fullest[0] <= fullest[1] + WARPS ? fullest[0] : fullest[1];
-    const bool dealt = sorted && most <= even + worth_of_merges(even, items, grid);
+    const bool few = fullest[0] <= fullest[1] + WARPS;
+    const Deal deal = few ? fewest : all;
+    const bool dealt = sorted && fullest[few ? 0 : 1] <= even + worth_of_merges(even, items, grid);
     const int share = dealt ? 0 : share_of(units, grid, shortest, longest);
     if (thread == 0) *reinterpret_cast<int4*>(plan) = make_int4(units, share, filled, rows - filled);
     if (!dealt)

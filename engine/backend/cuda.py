@@ -51,8 +51,7 @@ class Gpu:
         torch.zeros(1, device="cuda")  # makes the primary context and leaves it current
         cuda.init()
         card = cuda.Device(torch.cuda.current_device())
-        context = card.retain_primary_context()
-        self._context = context
+        self._context = card.retain_primary_context()  # as long as we live
         self._driver = driver
         self._primary = self._check(driver.cuCtxGetCurrent())
         _, self._lowest, highest = driver.cuCtxGetStreamPriorityRange()
