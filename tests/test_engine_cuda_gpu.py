@@ -48,8 +48,7 @@ def test_a_kernel_that_two_threads_launch_first_has_the_room_of_either(
     monkeypatch.setattr(cuda, "cubin", lambda *_: tmp_path / "cubin")
     gpu: Any = object.__new__(cuda.Gpu)
     driver = SlowDriver()
-    gpu._driver, gpu.arch, gpu.cache_dir, gpu._loading = driver, "sm_90a", tmp_path, threading.Lock()
-    gpu._modules, gpu._functions, gpu._limits = {}, {}, {}
+    gpu._driver, gpu.arch, gpu.cache_dir, gpu._kept = driver, "sm_90a", tmp_path, cuda._Kept()
     more, less = (Launch(kernel("skinny"), "skinny", (1, 1), 128, shared) for shared in (200 << 10, 100 << 10))
     with ThreadPoolExecutor(1) as other:
         large = other.submit(gpu._function, more)
@@ -97,3 +96,30 @@ def test_a_pool_is_freed_when_its_last_tensor_goes_in_another_thread(monkeypatch
     assert not driver.held
     with pytest.raises(cuda.CudaError, match=r"^101 bytes of GPU memory are needed and 60 of 100 are free$"):
         gpu.pool(101)
+
+
+def test_the_stream_of_a_gpu_that_is_gone_serves_the_next_of_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def create(flags: int, priority: int) -> tuple[Any, int]:
+        made.append(priority)
+        return SlowDriver.CUresult.CUDA_SUCCESS, len(made)
+
+    monkeypatch.setattr(cuda.torch.cuda, "ExternalStream", lambda handle: handle)
+    flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=SimpleNamespace(value=1))
+    driver = SimpleNamespace(CUresult=SlowDriver.CUresult, CUstream_flags=flags, cuStreamCreateWithPriority=create)
+    kept = cuda._Kept()
+
+    def gpu() -> Any:
+        one: Any = object.__new__(cuda.Gpu)
+        one._driver, one._kept, one._lowest = driver, kept, 0
+        one._use(-5)
+        return one
+
+    first, other = gpu(), gpu()
+    beside = first.beside()
+    assert (first.stream, other.stream, beside.stream) == (1, 2, 3) and made == [-5, -5, 0]
+    del first
+    assert (again := gpu()).stream == 1 and again.twin().stream == 4 and other.beside().stream == 5
+    del beside
+    assert {other.beside().stream, again.beside().stream} <= {3, 5} and len(made) == 5

@@ -12,6 +12,7 @@ import ctypes
 import os
 import threading
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,21 @@ class CudaError(RuntimeError):
     """The driver refused; str() names its error."""
 
 
+class _Kept:
+    """What a card has from one Gpu to the next, as long as the process lives: the kernels that are loaded, and streams
+    that no Gpu has any more. Each new stream would cost another 32 MiB, which torch keeps for cuBLAS by stream."""
+
+    def __init__(self) -> None:
+        self.modules: dict[Kernel, Any] = {}
+        self.functions: dict[tuple[Kernel, str, int], Any] = {}
+        self.limits: dict[tuple[Kernel, str], int] = {}
+        self.loading = threading.Lock()  # those three
+        self.streams: defaultdict[int, deque[Any]] = defaultdict(deque)  # by priority
+
+
+_KEPT: defaultdict[int, _Kept] = defaultdict(_Kept)  # by the card's number
+
+
 class Gpu:
     """The current card. Everything runs on `stream`, in order; one thread uses it at a time."""
 
@@ -55,11 +71,8 @@ class Gpu:
         self._driver = driver
         self._primary = self._check(driver.cuCtxGetCurrent())
         _, self._lowest, highest = driver.cuCtxGetStreamPriorityRange()
+        self._kept = _KEPT[torch.cuda.current_device()]
         self._use(highest)
-        self._modules: dict[Kernel, Any] = {}
-        self._functions: dict[tuple[Kernel, str, int], Any] = {}
-        self._limits: dict[tuple[Kernel, str], int] = {}
-        self._loading = threading.Lock()  # those three are shared with each `beside`, which has a thread of its own
         self.name = card.name()
         self.arch = architecture(*card.compute_capability())
         self.clusters = card.compute_capability()[0] >= 9  # of blocks
@@ -74,11 +87,15 @@ class Gpu:
         self._overlapped, self._yielding = overlapped, yielding
 
     def _use(self, priority: int) -> None:
-        """A new stream, which never waits for the legacy default stream."""
-        flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value
-        self._priority = priority
-        self._stream = self._check(self._driver.cuStreamCreateWithPriority(flags, priority))
-        self.stream = torch.cuda.ExternalStream(int(self._stream))
+        """A stream of our own, which never waits for the legacy default stream."""
+        idle = self._kept.streams[priority]
+        try:
+            stream = idle.pop()
+        except IndexError:
+            flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value
+            stream = self._check(self._driver.cuStreamCreateWithPriority(flags, priority))
+        self._priority, self._stream, self.stream = priority, stream, torch.cuda.ExternalStream(int(stream))
+        weakref.finalize(self, idle.append, stream).atexit = False
 
     def beside(self) -> Gpu:
         """The same card by another stream, for another thread: what it launches yields to the steps on ours."""
@@ -204,22 +221,22 @@ class Gpu:
             attributes.append(self._overlapped)
         config.attrs, config.numAttrs = attributes, len(attributes)
         name = launch.kernel, launch.function, launch.shared
-        function = self._functions.get(name) or self._function(launch)
+        function = self._kept.functions.get(name) or self._function(launch)
         self._check(self._driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
 
     def _function(self, launch: Launch) -> Any:
-        driver, kernel = self._driver, launch.kernel
-        with self._loading:
-            if kernel not in self._modules:
+        driver, kernel, kept = self._driver, launch.kernel, self._kept
+        with kept.loading:
+            if kernel not in kept.modules:
                 data = cubin(kernel, self.arch, self.cache_dir).read_bytes()
-                self._modules[kernel] = self._check(driver.cuModuleLoadData(data))
-            function = self._check(driver.cuModuleGetFunction(self._modules[kernel], launch.function.encode()))
-            raised = self._limits.get((kernel, launch.function), RAISE_SHARED)
+                kept.modules[kernel] = self._check(driver.cuModuleLoadData(data))
+            function = self._check(driver.cuModuleGetFunction(kept.modules[kernel], launch.function.encode()))
+            raised = kept.limits.get((kernel, launch.function), RAISE_SHARED)
             if launch.shared > raised:
                 limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self._check(driver.cuFuncSetAttribute(function, limit, launch.shared))
-                self._limits[kernel, launch.function] = launch.shared
-            self._functions[kernel, launch.function, launch.shared] = function
+                kept.limits[kernel, launch.function] = launch.shared
+            kept.functions[kernel, launch.function, launch.shared] = function
         return function
 
     def _check(self, result: tuple[Any, ...]) -> Any:

@@ -45,4 +45,4 @@ def test_a_closed_llm_gives_its_memory_back() -> None:
         with LLM("random:smollm2-135m", **arguments) as llm:
             llm.generate({"prompt_token_ids": [5] * 40}, SamplingParams(max_tokens=8), use_tqdm=False)
         left.append(torch.cuda.mem_get_info()[0])
-    assert min(left[1:]) >= left[0] - 2 * (64 << 20), f"more than its loaded kernels stays: {left} bytes are free"
+    assert min(left[1:]) >= left[0] - (8 << 20), f"not all of it comes back: {left} bytes are free"
