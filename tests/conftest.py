@@ -37,6 +37,17 @@ def free_ports() -> Callable[[int], list[int]]:
 
 
 @pytest.fixture
+def not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are started from now on find no package metadata of pagewire, as in a source tree."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as m\n_of = m.distribution\ndef distribution(name):\n    if name == 'pagewire':\n"
+        "        raise m.PackageNotFoundError(name)\n    return _of(name)\nm.distribution = distribution\n"
+    )
+    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+
+
+@pytest.fixture
 def free_port() -> int:
     return _free_ports(1)[0]
 

@@ -363,6 +363,15 @@ def test_the_demo_answers_reports_and_leaves_nothing(model_cache: Path) -> None:
         assert probe.connect_ex(("127.0.0.1", topology.port)) != 0, "the router is gone"
 
 
+@pytest.mark.usefixtures("not_installed")
+def test_a_source_tree_that_is_not_installed_serves(model_cache: Path) -> None:
+    with running_up(make_topology(cache_dir=model_cache)) as (_, children):
+        assert len(children) == 3
+    assert all_gone(children)
+    (found,) = (each for each in json.loads(pagewire("doctor", "--json").stdout) if each["check"] == "packages")
+    assert found["state"] == "note" and "source tree" in found["says"] and found["mend"]
+
+
 def test_sigterm_drains_and_leaves_nothing(model_cache: Path) -> None:
     with running_up(make_topology(cache_dir=model_cache)) as (up, children):
         assert len(children) == 3

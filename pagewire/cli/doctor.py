@@ -21,6 +21,7 @@ import psutil
 
 from pagewire.cli.failure import CommandFailed
 from wire.security import Security
+from wire.version import VERSION
 
 GIB = 2**30
 NEEDED_BYTES = 3 * GIB  # a prefill and a decode worker on the CPU with SmolLM2 and 1 GiB of KV each
@@ -86,6 +87,10 @@ def _python() -> Iterator[Finding]:
 def _packages() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
+    mend = "pip install --constraint requirements.lock --editable ."
+    if not _installed("pagewire"):
+        yield Finding("packages", "note", "pagewire runs from its source tree: what it needs is not checked", mend)
+        return
     wrong: list[str] = []
     wanted = [Requirement(each) for each in metadata.requires("pagewire") or () if "extra ==" not in each]
     for each in wanted:
@@ -98,9 +103,9 @@ def _packages() -> Iterator[Finding]:
             wrong.append(f"{each.name} {version} is not {each.specifier}")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("grpcio", "torch") if _installed(name))
     if wrong:
-        yield Finding("packages", "fault", "; ".join(wrong), "pip install --constraint requirements.lock --editable .")
+        yield Finding("packages", "fault", "; ".join(wrong), mend)
     else:
-        yield Finding("packages", "ok", f"pagewire {metadata.version('pagewire')}, {versions}")
+        yield Finding("packages", "ok", f"pagewire {VERSION}, {versions}")
 
 
 def _installed(name: str) -> bool:

@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from importlib import metadata
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +19,7 @@ from pagewire.cli.deployment import Topology
 from pagewire.cli.failure import CommandFailed
 from pagewire.client import AsyncClient
 from wire.security import Security
+from wire.version import VERSION
 
 INFO_TIMEOUT = 10.0  # seconds
 _BEST_FIRST = ("local", "cuda_ipc", "memfd", "nixl", "grpc")
@@ -36,7 +36,7 @@ async def print_deployment(topology: Topology, security: Security, log_dir: Path
     dtypes = ", ".join(sorted({worker.dtype for worker in info.workers}))
     lines = [
         "",
-        f"pagewire {metadata.version('pagewire')} is ready",
+        f"pagewire {VERSION} is ready",
         f"  gRPC       {topology.address}   pagewire.v1.GenerationService, health and reflection",
         f"  HTTP       {topology.url}   OpenAI's API under /v1, /metrics, /health",
         f"  model      {topology.model}, {dtypes}",
